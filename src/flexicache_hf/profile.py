@@ -29,17 +29,19 @@ class HeadProfile:
         cls, config: Any, heads: Iterable[tuple[int, int]], **provenance: Any
     ) -> HeadProfile:
         text = config.get_text_config(decoder=True)
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         pairs = tuple(sorted({(int(layer), int(head)) for layer, head in heads}))
-        profile = cls(text.num_hidden_layers, text.num_key_value_heads, pairs, provenance)
+        profile = cls(text.num_hidden_layers, kv_heads, pairs, provenance)
         profile.check(config)
         return profile
 
     def check(self, config: Any) -> None:
         """Raises ValueError unless this profile fits the model of `config`."""
         text = config.get_text_config(decoder=True)
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         for name, found, expected in (
             ("num_layers", self.num_layers, text.num_hidden_layers),
-            ("num_kv_heads", self.num_kv_heads, text.num_key_value_heads),
+            ("num_kv_heads", self.num_kv_heads, kv_heads),
         ):
             if found != expected:
                 raise ValueError(
