@@ -140,6 +140,7 @@ class FlexiCacheDynamicCache(Cache):
 
         As in transformers >= 5.24 the argument is zero or negative.
         """
+        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove is {tokens_to_remove}, expected zero or a negative number: "
