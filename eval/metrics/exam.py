@@ -81,7 +81,7 @@ def _code_prediction(prediction: str, reference: str) -> str:
     for filler in _CODE_FILLERS:
         text = text.replace(filler, "")
     count = len(reference.split()) + 3
-    head, found, tail = text.rpartition("the final output")
+    _, found, tail = text.rpartition("the final output")
     words = re.split(r"\s+", tail)[:count] if found else re.split(r"\s+", tail)[-count:]
     return " ".join(words)
 
@@ -110,7 +110,7 @@ def _squeeze(text: str) -> str:
 
 
 def _judgements(text: str) -> list[str]:
-    """The loyalty and the fact part of "True [fact: False]", lower case; a missing part is empty."""
+    """Loyalty and fact of "true [fact: false]", in lower case; a missing part is empty."""
     parts = text.lower().split("[fact:")
     return [parts[0].strip(), parts[1][:-1].strip() if len(parts) > 1 else ""]
 

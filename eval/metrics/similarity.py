@@ -24,7 +24,8 @@ def _difflib_fuzz() -> ModuleType:
     import fuzzywuzzy
 
     spec = importlib.util.find_spec("fuzzywuzzy.fuzz")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     saved = sys.modules.get(_BACKEND, _ABSENT)
     attribute = fuzzywuzzy.__dict__.pop("StringMatcher", _ABSENT)
