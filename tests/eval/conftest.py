@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from eval.paths import data_root
+from eval.stand_in import byte_tokenizer
+from eval.stand_in import tiny_model as make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,13 @@ def write_jsonl(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def tiny_model():
+    return make_tiny_model()
