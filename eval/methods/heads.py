@@ -1,0 +1,117 @@
+"""Splitting KV heads into retrieval and streaming heads by a table of gates.
+
+A table is a text file of one line per layer and one number per KV head, separated by tabs, as
+DuoAttention publishes them: high = needs long-range context. A name instead of a path means a
+table kept here for the model, made by `python -m eval.methods.proxies`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexicache_hf.profile import HeadProfile
+
+TABLES = Path(__file__).parent / "tables"
+PROXIES = ("proxy-decay", "proxy-error")
+
+
+def load_gates(gates: str, config: Any) -> np.ndarray:
+    """The table `gates` (a path, or the name of a proxy) for the model of `config`, `[L, H_kv]`.
+
+    Raises:
+        ValueError: there is no such table, or it is not of this model's shape.
+    """
+    text = config.get_text_config(decoder=True)
+    path = Path(gates)
+    if gates in PROXIES:
+        path = TABLES / f"{model_slug(config)}.{gates}.tsv"
+    if not path.is_file():
+        known = sorted(p.name for p in TABLES.glob("*.tsv"))
+        raise ValueError(
+            f"gates is {gates!r}, but there is no file {path}; tables kept here: {known}. Give the "
+            "path of a table, or make one with `python -m eval.methods.proxies`"
+        )
+    table = np.loadtxt(path, delimiter="\t", ndmin=2)
+    shape = (text.num_hidden_layers, text.num_key_value_heads)
+    if table.shape != shape:
+        raise ValueError(
+            f"{path} has {table.shape[0]} layers of {table.shape[1]} heads, but the model has "
+            f"{shape[0]} of {shape[1]} KV heads: it was made for another model"
+        )
+    return table
+
+
+def model_slug(config: Any) -> str:
+    return Path(config._name_or_path).name.lower()
+
+
+def retrieval_heads(gates: np.ndarray, sparsity: float, seed: int = 0) -> Tensor:
+    """Bool `[L, H_kv]`: all but the `sparsity` lowest gates of the whole model.
+
+    Gates are clipped to [0, 1] and ties broken by noise of 1e-6, as in LServe; the seed is fixed.
+    """
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity is {sparsity}, expected 0 to 1: the part of streaming heads")
+    noise = np.random.default_rng(seed).uniform(0, 1e-6, gates.shape)
+    order = (gates.clip(0, 1) + noise).ravel().argsort()
+    retrieval = np.ones(gates.size, dtype=bool)
+    retrieval[order[: round(sparsity * gates.size)]] = False
+    return torch.from_numpy(retrieval.reshape(gates.shape))
+
+
+def unstable_heads(
+    config: Any, which: str, profile: str | None, fraction: float, seed: int
+) -> Tensor:
+    """Bool `[L, H_kv]` of the heads a FlexiCache method treats as unstable.
+
+    `which`: "none", "all", "profile" (the profile's own), or as many of "random" / "most-stable".
+
+    Raises:
+        ValueError: the choice needs a profile, or something in it, that is not there.
+    """
+    text = config.get_text_config(decoder=True)
+    shape = (text.num_hidden_layers, text.num_key_value_heads)
+    if which in ("none", "all"):
+        return torch.full(shape, which == "all")
+    loaded = _load_profile(config, profile)
+    if which == "random":
+        size = shape[0] * shape[1]
+        count = round(fraction * size) if loaded is None else len(loaded.unstable_heads)
+        drawn = np.random.default_rng(seed).permutation(size)[:count]
+        return _as_mask([divmod(int(at), shape[1]) for at in drawn], shape)
+    if loaded is None:
+        raise ValueError(
+            f"unstable is {which!r}, which needs a head profile of the model: give its path as "
+            "profile, or choose 'none', 'all' or 'random'"
+        )
+    if which == "profile":
+        return _as_mask(loaded.unstable_heads, shape)
+    stability = getattr(loaded, "stability", None)
+    if stability is None:
+        raise ValueError(
+            f"unstable is 'most-stable', but the profile {profile} carries no stability matrix: "
+            "collect it again"
+        )
+    order = np.asarray(stability, dtype=float).ravel().argsort()[::-1]
+    chosen = order[: len(loaded.unstable_heads)]
+    return _as_mask([divmod(int(at), shape[1]) for at in chosen], shape)
+
+
+def _load_profile(config: Any, profile: str | None) -> HeadProfile | None:
+    if profile is None:
+        return None
+    loaded = HeadProfile.from_pretrained(profile)
+    loaded.check(config)
+    return loaded
+
+
+def _as_mask(pairs: Any, shape: tuple[int, int]) -> Tensor:
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for layer, head in pairs:
+        mask[layer, head] = True
+    return mask
