@@ -47,7 +47,7 @@ def test_unusable_files_say_why(write_jsonl, rows, message, capsys):
 
 def test_broken_line_is_named(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n{oops\n')
+    path.write_text("\n{oops\n")
     with pytest.raises(ValueError, match=r"x\.jsonl:2: not JSON"):
         read_predictions(path)
 

@@ -1,0 +1,101 @@
+"""The first line of every result file: all that is needed to repeat it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from eval.settings import Settings
+
+SCHEMA = 1
+PACKAGES = (
+    "flexicache_hf",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "evaluate",
+    "rouge",
+    "rouge_score",
+    "jieba",
+    "fuzzywuzzy",
+    "numpy",
+)
+_PATHS = ("out", "data", "profile", "prompts")
+# A file goes on only if these are what they were; limits, batch size and paths may change.
+IDENTITY = ("suite", "task", "measure", "protocol", "method", "model", "rules")
+
+
+def header(settings: Settings, **identity: Any) -> dict[str, Any]:
+    """A header line. `identity` fills the fields of `IDENTITY`."""
+    return {
+        "kind": "header",
+        "schema": SCHEMA,
+        **identity,
+        "settings": _portable(settings),
+        "profile": _file_record(settings.profile),
+        "prompts": _file_record(settings.prompts),
+        "versions": versions(),
+        "git": git_state(),
+        "machine": platform.platform(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _portable(settings: Settings) -> dict[str, Any]:
+    """The settings without what only this machine knows."""
+    return {k: v for k, v in asdict(settings).items() if k not in _PATHS}
+
+
+def _file_record(path: str | None) -> dict[str, Any] | None:
+    """Name and content hash of a file, or of the JSON files in a folder; a Hub id by name only."""
+    if path is None:
+        return None
+    source = Path(path)
+    files = sorted(source.glob("*.json")) if source.is_dir() else [source]
+    digest = hashlib.sha256()
+    for file in files:
+        if not file.is_file():
+            return {"name": path}
+        digest.update(file.read_bytes())
+    return {"name": source.name, "sha256": digest.hexdigest()}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of everything that can change a score."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of this checkout and whether files differ from it; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def check_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises ValueError, naming the field, if `found` was written by a run of something else."""
+    for name in IDENTITY:
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"{path}: {name} is {found.get(name)}, this run has {expected.get(name)}; "
+                "give another --out, or move the file away"
+            )
