@@ -27,7 +27,7 @@ PACKAGES = (
     "fuzzywuzzy",
     "numpy",
 )
-_PATHS = ("out", "data", "profile", "prompts")
+_PATHS = ("model", "out", "data", "profile", "prompts")
 # A file goes on only if these are what they were; limits, batch size and paths may change.
 IDENTITY = ("suite", "task", "measure", "protocol", "method", "model", "rules")
 
@@ -50,7 +50,8 @@ def header(settings: Settings, **identity: Any) -> dict[str, Any]:
 
 def _portable(settings: Settings) -> dict[str, Any]:
     """The settings without what only this machine knows."""
-    return {k: v for k, v in asdict(settings).items() if k not in _PATHS}
+    found = {k: v for k, v in asdict(settings).items() if k not in _PATHS}
+    return found | {"tasks": [Path(task).name for task in settings.tasks]}
 
 
 def _file_record(path: str | None) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Runs methods over tasks. Every row is written as soon as it is done, so a run can be resumed.
 
-`accelerate launch -m eval run ...` spreads the documents over processes; each writes its own files.
+`accelerate launch --multi_gpu -m eval run ...` spreads the documents over processes, which write
+files of their own. With `--device cpu` it does the same without a GPU.
 """
 
 from __future__ import annotations
