@@ -146,11 +146,32 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     return match[1], {key.strip(): value.strip() for key, value in pairs}
 
 
+def changed_options(method: Method) -> dict[str, Any]:
+    """Options that are not the default's, less the budget."""
+    standard = build(method.name, method.budget)
+    pairs = {f.name: (getattr(method, f.name), getattr(standard, f.name)) for f in fields(method)}
+    return {name: own for name, (own, usual) in pairs.items() if own != usual and name != "budget"}
+
+
+def method_label(method: Method) -> str:
+    """Its label, with the options that are not the default's where the label does not show them."""
+    changed = changed_options(method)
+    if not changed or method.label != build(method.name, method.budget).label:
+        return method.label
+    shown = (f"{name}={_short(value)}" for name, value in changed.items())
+    return f"{method.label} ({', '.join(shown)})"
+
+
+def _short(value: Any) -> str:
+    """A value for a label: of a path the last part."""
+    return Path(value).name if isinstance(value, str | Path) else str(value)
+
+
 def method_record(method: Method) -> dict[str, Any]:
     """What identifies a method in results."""
     record = {
         "name": method.name,
-        "label": method.label,
+        "label": method_label(method),
         "paper": method.paper,
         "gqa": method.gqa,
         "accounting": method.accounting,
@@ -161,12 +182,10 @@ def method_record(method: Method) -> dict[str, Any]:
 
 
 def method_key(method: Method) -> str:
-    """File name of a method: name, budget, and a hash of the options that are not the default."""
+    """File name of a method: name, budget, and a hash of the options that are not the default's."""
     base = method.name if method.name in BUDGET_FREE else f"{method.name}@{method.budget}"
-    standard = asdict(build(method.name, method.budget))
-    changed = {k: v for k, v in method_record(method)["options"].items() if v != standard.get(k)}
-    changed.pop("budget", None)
+    changed = changed_options(method)
     if not changed:
         return base
-    text = json.dumps(changed, sort_keys=True)
+    text = json.dumps(changed, sort_keys=True, default=str)
     return f"{base}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
