@@ -55,12 +55,15 @@ class _Row:
 class Prompt(_Row):
     """The whole prompt of one row at one layer; `query` is `[H_q, T, D]`."""
 
-    def weights(self, start: int, stop: int | None = None) -> Tensor:
-        """Causal attention weights of the prompt's queries `start..stop`, `[H_q, n, stop]`."""
+    def weights(self, start: int, stop: int | None = None, visible: Tensor | None = None) -> Tensor:
+        """Causal attention weights of the prompt's queries `start..stop`, `[H_q, n, stop]`, also
+        restricted to the positions of `visible` `[n, stop]`."""
         stop = self.length if stop is None else stop
         logits = self._logits(self.query[:, start:stop], self.keys[:, :stop])
         rows = torch.arange(start, stop, device=logits.device)
         hidden = torch.arange(stop, device=logits.device) > rows[:, None]
+        if visible is not None:
+            hidden |= ~visible
         return self._softmax(logits.masked_fill(hidden, -torch.inf))
 
     def chunks(self, size: int = 256) -> Iterator[tuple[int, int]]:
