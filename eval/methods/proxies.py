@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .attention import cache_argument
 from .base import MaskSession, Method, Selector
 from .heads import TABLES, model_slug
 from .rope import Rope
@@ -98,9 +99,10 @@ def measure(model: Any, prompts: Iterable[Tensor], selector: _Measure) -> np.nda
         def selector(self, model: Any) -> Selector:
             return selector
 
+    argument = cache_argument(model)
     with MaskSession(Measuring(budget=1), model) as session, torch.inference_mode():
         for ids in prompts:
-            model(ids.to(model.device), past_key_values=session.new_cache(), logits_to_keep=1)
+            model(ids.to(model.device), **{argument: session.new_cache()}, logits_to_keep=1)
     return selector.table()
 
 
