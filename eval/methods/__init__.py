@@ -11,12 +11,14 @@ from .base import Method, Session
 from .controls import Oracle, Random, StreamingPages
 from .dense import Dense
 from .duoattention import DuoAttention
+from .flexicache import FlexiCache
 from .flexicache_mask import FlexiCacheMask
 from .h2o import H2O
 from .infinigen import InfiniGen
 from .ledger import Tokens
 from .lserve import LServe
 from .quest import Quest
+from .recording import record
 from .snapkv import SnapKV
 from .streamingllm import StreamingLLM
 from .tova import TOVA
@@ -28,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         Oracle,
         Random,
         StreamingPages,
+        FlexiCache,
         FlexiCacheMask,
         LServe,
         DuoAttention,
@@ -40,7 +43,7 @@ METHODS: dict[str, type[Method]] = {
     )
 }
 
-__all__ = ["METHODS", "Method", "Session", "Tokens", "build", "names"]
+__all__ = ["METHODS", "Method", "Session", "Tokens", "build", "names", "record"]
 
 
 def names() -> list[str]:

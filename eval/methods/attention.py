@@ -7,6 +7,7 @@ keys, because transformers does not pass the cache to the attention function.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,3 +65,9 @@ def switched(model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = own
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the forward argument that takes a cache: `cache` since transformers 5.24."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

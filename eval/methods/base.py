@@ -69,6 +69,12 @@ class Method:
             raise ValueError(f"budget is {self.budget}, expected at least 1 token")
 
     @property
+    def replays(self) -> bool:
+        """Whether `new_cache` takes a recorded prompt (see `recording`): the method's prompt must
+        be dense."""
+        return True
+
+    @property
     def label(self) -> str:
         """The method's name in tables."""
         return self.name
@@ -101,13 +107,22 @@ class Session:
     def _enter(self, stack: ExitStack) -> None:
         raise NotImplementedError
 
-    def new_cache(self) -> Any:
-        """A fresh cache for one prompt (one batch). The first forward is the prompt."""
+    def new_cache(self, prompt: MaskCache | None = None) -> Any:
+        """A fresh cache for one prompt (one batch); the first forward is the prompt.
+
+        With a recorded `prompt` (see `recording`) the cache holds it already.
+        """
         raise NotImplementedError
 
     def tokens(self, cache: Any = None) -> Tokens:
         """The accounting of `cache`, by default the newest one of this session."""
         raise NotImplementedError
+
+    def _refuse_unless_replays(self) -> None:
+        if not self.method.replays:
+            raise ValueError(
+                f"{self.method.label} does not take a recorded prompt: run the prompt itself"
+            )
 
 
 class MaskSession(Session):
@@ -128,11 +143,15 @@ class MaskSession(Session):
         stack.enter_context(switched(self.model))
         self._selector = selector
 
-    def new_cache(self) -> MaskCache:
+    def new_cache(self, prompt: MaskCache | None = None) -> MaskCache:
         if self._selector is None:
             raise RuntimeError("new_cache() outside the session: use it inside `with session`")
-        self._newest = MaskCache(self.model.config, self._selector)
-        return self._newest
+        cache = MaskCache(self.model.config, self._selector)
+        if prompt is not None:
+            self._refuse_unless_replays()
+            cache.replay(prompt)
+        self._newest = cache
+        return cache
 
     def tokens(self, cache: MaskCache | None = None) -> Tokens:
         cache = cache or self._newest

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,14 @@ class MaskCache(DynamicCache):
             MaskLayer(index, selector, self.ledger) if type(layer) is DynamicLayer else layer
             for index, layer in enumerate(self.layers)
         ]
+
+    def replay(self, recorded: MaskCache) -> None:
+        """Take over the prompt of `recorded`, whose states are its `Prompt`s."""
+        for index, (layer, source) in enumerate(zip(self.layers, recorded.layers)):
+            if isinstance(layer, MaskLayer):
+                layer.replay(source)
+            else:
+                self.layers[index] = copy.deepcopy(source)
 
 
 class AttendingLayer(DynamicLayer):
@@ -84,6 +93,14 @@ class MaskLayer(AttendingLayer):
         self.is_initialized = True
         self.keys, self.values = self._k.append(key), self._v.append(value)
         return self.keys, self.values
+
+    @torch.no_grad()
+    def replay(self, recorded: MaskLayer) -> None:
+        if recorded.states is None:
+            raise ValueError("the recorded prompt is empty: run the model on it first")
+        self.store(recorded.keys, recorded.values)
+        self.pads, self.prompt_length = recorded.pads, recorded.prompt_length
+        self.states = [self.selector.begin(prompt) for prompt in recorded.states]
 
     @torch.no_grad()
     def attend(

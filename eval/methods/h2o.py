@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .base import Method, Selector
 from .ledger import Footprint
 from .tova import Alive
-from .views import Prompt, Step
+from .views import Prompt, Step, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class H2OSelector(Selector):
     method: H2O
 
     def begin(self, prompt: Prompt) -> Heavy:
-        received = torch.zeros(prompt.keys.shape[:2], device=prompt.keys.device)
+        received = at_least_float32(torch.zeros_like(prompt.keys[..., 0]))
         for start, stop in prompt.chunks():
             columns = prompt.weights(start, stop).sum(1)
             received[:, :stop] += prompt.per_group(columns).sum(1)

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexicache_hf.profile import HeadProfile
-
 TABLES = Path(__file__).parent / "tables"
 PROXIES = ("proxy-decay", "proxy-error")
 
@@ -62,56 +60,3 @@ def retrieval_heads(gates: np.ndarray, sparsity: float, seed: int = 0) -> Tensor
     retrieval = np.ones(gates.size, dtype=bool)
     retrieval[order[: round(sparsity * gates.size)]] = False
     return torch.from_numpy(retrieval.reshape(gates.shape))
-
-
-def unstable_heads(
-    config: Any, which: str, profile: str | None, fraction: float, seed: int
-) -> Tensor:
-    """Bool `[L, H_kv]` of the heads a FlexiCache method treats as unstable.
-
-    `which`: "none", "all", "profile" (the profile's own), or as many of "random" / "most-stable".
-
-    Raises:
-        ValueError: the choice needs a profile, or something in it, that is not there.
-    """
-    text = config.get_text_config(decoder=True)
-    shape = (text.num_hidden_layers, text.num_key_value_heads)
-    if which in ("none", "all"):
-        return torch.full(shape, which == "all")
-    loaded = _load_profile(config, profile)
-    if which == "random":
-        size = shape[0] * shape[1]
-        count = round(fraction * size) if loaded is None else len(loaded.unstable_heads)
-        drawn = np.random.default_rng(seed).permutation(size)[:count]
-        return _as_mask([divmod(int(at), shape[1]) for at in drawn], shape)
-    if loaded is None:
-        raise ValueError(
-            f"unstable is {which!r}, which needs a head profile of the model: give its path as "
-            "profile, or choose 'none', 'all' or 'random'"
-        )
-    if which == "profile":
-        return _as_mask(loaded.unstable_heads, shape)
-    stability = getattr(loaded, "stability", None)
-    if stability is None:
-        raise ValueError(
-            f"unstable is 'most-stable', but the profile {profile} carries no stability matrix: "
-            "collect it again"
-        )
-    order = np.asarray(stability, dtype=float).ravel().argsort()[::-1]
-    chosen = order[: len(loaded.unstable_heads)]
-    return _as_mask([divmod(int(at), shape[1]) for at in chosen], shape)
-
-
-def _load_profile(config: Any, profile: str | None) -> HeadProfile | None:
-    if profile is None:
-        return None
-    loaded = HeadProfile.from_pretrained(profile)
-    loaded.check(config)
-    return loaded
-
-
-def _as_mask(pairs: Any, shape: tuple[int, int]) -> Tensor:
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for layer, head in pairs:
-        mask[layer, head] = True
-    return mask

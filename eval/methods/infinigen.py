@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .base import Method, Selector
 from .growing import Growing
 from .ledger import Footprint
-from .views import Prompt, Step
+from .views import Prompt, Step, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class InfiniGenSelector(Selector):
         apply = sys.modules[type(step.module).__module__].apply_rotary_pos_emb
         query = apply(query[None, :, None], query[None, :, None], cos[None, None], sin[None, None])
         skewed = step.per_group(query[0][0, :, 0]) @ state.skew
-        return (skewed @ state.extend(step.keys).transpose(1, 2)).float() * step.scaling
+        return at_least_float32(skewed @ state.extend(step.keys).transpose(1, 2)) * step.scaling
 
     def footprint(self, step: Step, state: Partial | None, mask: Tensor) -> Footprint:
         union = step.expand(mask).unflatten(0, (-1, step.groups)).any(1)
@@ -146,13 +146,13 @@ def skewing(queries: Tensor) -> Tensor:
 
     Taken as the eigenvectors of Q^T Q, so that a long prompt costs D^3 and not n D^2.
     """
-    q = queries.float()
+    q = at_least_float32(queries)
     return torch.linalg.eigh(q.transpose(1, 2) @ q).eigenvectors.flip(-1).to(queries.dtype)
 
 
 def partial_columns(query: Tensor, keys: Tensor, skew: Tensor, ratio: float) -> Tensor:
     """Indices `[H_kv, r]` of the skewed columns with the largest sums of absolute values over
     queries `[H_kv, g, T, D]` (mean over the group) and keys `[H_kv, T, D]`."""
-    weight = (query @ skew[:, None]).abs().float().sum(2).mean(1)
-    weight = weight + (keys @ skew).abs().float().sum(1)
+    weight = at_least_float32(query @ skew[:, None]).abs().sum(2).mean(1)
+    weight = weight + at_least_float32(keys @ skew).abs().sum(1)
     return weight.topk(max(1, round(ratio * keys.shape[-1])), -1).indices

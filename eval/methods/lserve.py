@@ -74,6 +74,10 @@ class LServe(Method):
         )
 
     @property
+    def replays(self) -> bool:
+        return not self.sparse_prefill
+
+    @property
     def label(self) -> str:
         notes = [self.gates] if self.gates in PROXIES else []
         notes += ["scaled"] if self.budget < PAPER_BUDGET else []

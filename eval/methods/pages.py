@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .growing import Growing
+from .views import at_least_float32
 
 DigestKind = Literal["min-max", "cuboid-mean"]
 
@@ -38,12 +39,12 @@ class Digest:
             self._high.append(high)
 
     def scores(self, query: Tensor, keys: Tensor | None = None) -> Tensor:
-        """float32 `[H, g, N]` of queries `[H, g, D]` against the full pages; with `keys`
+        """`[H, g, N]` of queries `[H, g, D]` against the full pages; with `keys`
         `[H, T, D]` also against the part of the last page that is filled."""
         if self.pages:
             scores = box_scores(query, self._low.view, self._high.view)
         else:
-            scores = query.new_empty(*query.shape[:2], 0, dtype=torch.float32)
+            scores = at_least_float32(query.new_empty(*query.shape[:2], 0))
         if keys is not None and keys.shape[1] > self.pages * self.page:
             low, high = digest(keys[:, None, self.pages * self.page :], self.kind)
             scores = torch.cat([scores, box_scores(query, low, high)], -1)
@@ -66,8 +67,8 @@ def box_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     The maximum is at `high` where q_d is positive and at `low` where it is negative, so that the
     sum is two products of matrices.
     """
-    q = query.float()
-    upper, lower = high.float().transpose(1, 2), low.float().transpose(1, 2)
+    q, low, high = (at_least_float32(tensor) for tensor in (query, low, high))
+    upper, lower = high.transpose(1, 2), low.transpose(1, 2)
     return q.clamp(min=0) @ upper + q.clamp(max=0) @ lower
 
 

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 @dataclass
 class _Row:
     layer: int
@@ -36,9 +40,9 @@ class _Row:
         return per_query_head.unflatten(0, (self.keys.shape[0], self.groups))
 
     def _logits(self, query: Tensor, keys: Tensor) -> Tensor:
-        """`[H_q, n, D]`, `[H_kv, T, D]` -> float32 `[H_q, n, T]`, scaled and soft-capped."""
+        """`[H_q, n, D]`, `[H_kv, T, D]` -> `[H_q, n, T]`, scaled and soft-capped."""
         grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
-        logits = (grouped @ keys.transpose(1, 2)).float() * self.scaling
+        logits = at_least_float32(grouped @ keys.transpose(1, 2)) * self.scaling
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits.view(query.shape[0], query.shape[1], -1)
@@ -46,7 +50,7 @@ class _Row:
     def _softmax(self, logits: Tensor) -> Tensor:
         if self.sinks is None:
             return torch.softmax(logits, -1)
-        sinks = self.sinks.float().view(-1, *[1] * (logits.dim() - 1))
+        sinks = self.sinks.to(logits.dtype).view(-1, *[1] * (logits.dim() - 1))
         padded = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
         return torch.softmax(padded, -1)[..., :-1]
 
@@ -55,12 +59,15 @@ class _Row:
 class Prompt(_Row):
     """The whole prompt of one row at one layer; `query` is `[H_q, T, D]`."""
 
-    def weights(self, start: int, stop: int | None = None) -> Tensor:
-        """Causal attention weights of the prompt's queries `start..stop`, `[H_q, n, stop]`."""
+    def weights(self, start: int, stop: int | None = None, visible: Tensor | None = None) -> Tensor:
+        """Causal attention weights of the prompt's queries `start..stop`, `[H_q, n, stop]`, also
+        restricted to the positions of `visible` `[n, stop]`."""
         stop = self.length if stop is None else stop
         logits = self._logits(self.query[:, start:stop], self.keys[:, :stop])
         rows = torch.arange(start, stop, device=logits.device)
         hidden = torch.arange(stop, device=logits.device) > rows[:, None]
+        if visible is not None:
+            hidden |= ~visible
         return self._softmax(logits.masked_fill(hidden, -torch.inf))
 
     def chunks(self, size: int = 256) -> Iterator[tuple[int, int]]:
@@ -81,7 +88,7 @@ class Step(_Row):
 
     @property
     def logits(self) -> Tensor:
-        """float32 `[H_q, T]` of all positions, computed once."""
+        """`[H_q, T]` of all positions, computed once."""
         if self._cached is None:
             self._cached = self._logits(self.query[:, None], self.keys)[:, 0]
         return self._cached
