@@ -87,6 +87,7 @@ def _add_run(commands: Subparsers) -> None:
     add("--max-new-tokens", type=int, help="cap on the task's own generation length")
     add("--fidelity-steps", type=int, default=0, help="teacher-forced steps (0: none)")
     add("--no-generation", action="store_true", help="only the teacher-forced measure")
+    add("--no-replay", action="store_true", help="prefill for every method anew: less memory")
     add("--batch-size", type=int, default=1, help="rows at once, protocol A only")
     add("--seed", type=int, default=42)
     add("--data", metavar="DIR", help="official files (default: $FLEXICACHE_DATA, else the Hub)")

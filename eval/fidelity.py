@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DynamicCache
 
 from eval.decode import Stream, next_token
 from eval.models import identity
 
 TOP = 1024
 FORMAT = 1
+Start = Callable[[], tuple[Stream, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,17 @@ class Fidelity:
 
 
 def dense_reference(
-    model: Any, ids: Sequence[int], steps: int, stop: set[int], folder: Path
+    model: Any, ids: Sequence[int], steps: int, stop: set[int], folder: Path, start: Start
 ) -> DenseReference:
-    """The reference of the prompt `ids`, from `folder` if it is there, else computed and kept."""
+    """The reference of the prompt `ids`: from `folder` if it is there, else computed and kept.
+
+    start: gives a dense stream that holds the prompt, and the logits `[V]` after it.
+    """
     path = folder / f"{_key(model, ids, steps, stop)}.safetensors"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(vars(_compute(model, ids, steps, stop)), partial)
+        save_file(vars(_compute(*start(), steps, sorted(stop))), partial)
         partial.rename(path)  # atomic: other processes see all of it or nothing
     return DenseReference(**load_file(path, device=str(model.device)))
 
@@ -97,10 +100,8 @@ def _kl(reference: DenseReference, found: Tensor) -> Tensor:
     return terms.sum(-1) + torch.where(reference.rest.isneginf(), 0.0, rest)
 
 
-def _compute(model: Any, ids: Sequence[int], steps: int, stop: set[int]) -> DenseReference:
-    stream = Stream(model, DynamicCache(config=model.config))
-    banned = sorted(stop)
-    tokens = [next_token(stream.prefill(ids), banned)]
+def _compute(stream: Stream, logits: Tensor, steps: int, banned: list[int]) -> DenseReference:
+    tokens = [next_token(logits, banned)]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
         logprobs = stream.feed([tokens[-1]])[-1].log_softmax(-1)

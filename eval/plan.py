@@ -1,9 +1,9 @@
-"""What a run has to do: rows by method, task and measure, less what is done already."""
+"""What a run has to do: rows by task, method and measure, less what is done already."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +48,37 @@ class Measure:
 
 @dataclass(frozen=True)
 class Unit:
-    """The rows of one method on one task. A row's measures share its prefill."""
+    """One method on one task."""
 
     method: Method
-    task: Task
     measures: tuple[Measure, ...]
-    examples: list[Example] = field(default_factory=list)
 
     def wanted(self, example: Example) -> list[Measure]:
         return [measure for measure in self.measures if example.id in measure.todo]
 
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """The rows of one task that some method still needs; methods share their prompts' prefill."""
+
+    task: Task
+    units: tuple[Unit, ...]
+    examples: list[Example]
+
     @property
     def rows(self) -> int:
-        return sum(len(self.wanted(example)) for example in self.examples)
+        pairs = ((unit, example) for unit in self.units for example in self.examples)
+        return sum(len(unit.wanted(example)) for unit, example in pairs)
 
-    def share(self, rank: int, world: int) -> Unit:
+    def share(self, rank: int, world: int) -> TaskPlan:
         """The part of process `rank`: whole documents, so that protocol B can share a prefill."""
         documents = list(dict.fromkeys(example.document_id for example in self.examples))
         own = set(documents[rank::world])
         return replace(self, examples=[e for e in self.examples if e.document_id in own])
 
 
-def plan(context: Context, methods: Sequence[Method]) -> list[Unit]:
-    """Units with something to do, by method, then task, in the order they were asked for."""
+def plan(context: Context, methods: Sequence[Method]) -> list[TaskPlan]:
+    """Everything still to do, task by task, methods in the order they were asked for."""
     settings = context.settings
     request = Request(
         context.tokenizer,
@@ -80,19 +88,18 @@ def plan(context: Context, methods: Sequence[Method]) -> list[Unit]:
         settings.seed,
         settings.templates(),
     )
-    tasks = [get_task(settings.suite, name) for name in settings.tasks]
-    examples = {task.name: task.examples(request, settings.limit) for task in tasks}
-    units = []
-    for method in methods:
-        for task in tasks:
-            rows = examples[task.name]
-            ids = frozenset(example.id for example in rows)
-            measures = tuple(
-                _measure(name, method, task, request, ids, context) for name in settings.measures
-            )
-            unit = Unit(method, task, measures)
-            units.append(replace(unit, examples=[e for e in rows if unit.wanted(e)]))
-    return [unit for unit in units if unit.examples]
+    plans = []
+    for task in (get_task(settings.suite, name) for name in settings.tasks):
+        examples = task.examples(request, settings.limit)
+        ids = frozenset(example.id for example in examples)
+        units = []
+        for method in methods:
+            measures = [_measure(m, method, task, request, ids, context) for m in settings.measures]
+            open_ones = tuple(measure for measure in measures if measure.todo)
+            units += [Unit(method, open_ones)] * bool(open_ones)
+        wanted = [e for e in examples if any(unit.wanted(e) for unit in units)]
+        plans += [TaskPlan(task, tuple(units), wanted)] * bool(units)
+    return plans
 
 
 def _measure(

@@ -35,6 +35,7 @@ class Settings:
     max_new_tokens: int | None = None
     fidelity_steps: int = 0
     generation: bool = True
+    replay: bool = True
     batch_size: int = 1
     seed: int = 42
     data: str | None = None
@@ -59,6 +60,7 @@ class Settings:
     def from_args(cls, args: argparse.Namespace) -> Settings:
         values = {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
         values["generation"] = not args.no_generation
+        values["replay"] = not args.no_replay
         values["tasks"] = expand_tasks(args.suite, args.tasks)
         values["methods"] = tuple(split_outside_brackets(args.methods))
         values["budgets"] = tuple(int(budget) for budget in args.budgets.split(","))

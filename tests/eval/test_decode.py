@@ -4,7 +4,7 @@ from transformers import DynamicCache
 
 from eval import fidelity
 from eval.decode import Stream, cache_argument, complete, complete_batch, next_token
-from eval.fidelity import compare, dense_reference
+from eval.fidelity import compare
 from eval.methods import build
 
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (60, 33, 90)]
@@ -67,6 +67,16 @@ def test_several_steps_in_one_forward_are_the_same_steps(tiny_model):
             found.append((stream.feed(PROMPTS[1] * 2), session.tokens(stream.cache)))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-4, rtol=1e-4)
     assert found[0][1] == found[1][1]
+
+
+def dense_reference(model, ids, steps, stop, folder):
+    """By transformers' own cache and attention."""
+
+    def start():
+        stream = Stream(model, DynamicCache(config=model.config))
+        return stream, stream.prefill(ids)
+
+    return fidelity.dense_reference(model, ids, steps, stop, folder, start)
 
 
 def full_kl(model, stream, reference, ids):

@@ -120,6 +120,19 @@ def test_batches_give_the_rows_of_one_by_one(settings):
             assert results(batch)[key][name]["prediction"] == row["prediction"]
 
 
+def test_replayed_prompts_give_the_rows_of_prompts_run_anew(settings):
+    settings = replace(settings, methods=("dense", "snapkv(window=16)", "h2o"), budgets=(64,))
+    anew = replace(settings, replay=False, out=settings.out + "-anew")
+    run(settings)
+    run(anew)
+    for key, rows in results(anew).items():
+        for name, row in rows.items():
+            found = results(settings)[key][name]
+            assert found.get("prediction") == row.get("prediction")
+            assert found.get("kl", 0) == pytest.approx(row.get("kl", 0), abs=1e-5)
+            assert found["tokens"] == pytest.approx(row["tokens"])
+
+
 def test_two_processes_do_the_work_of_one(settings):
     one = replace(settings, out=settings.out + "-one", fidelity_steps=0)
     run(one)
