@@ -9,18 +9,7 @@ import json
 import pytest
 import torch
 from helpers import left_padding, positions, random_ids
-from method_helpers import (
-    MASKED,
-    SPARSE,
-    assert_same,
-    dense_logits,
-    feed,
-    make,
-    model_of,
-    run,
-    small,
-    steps,
-)
+from method_helpers import MASKED, SPARSE, assert_same, dense_logits, feed, make, model_of, run, small, steps
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from eval.methods import METHODS, build, names, record
