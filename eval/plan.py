@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class TaskPlan:
         return replace(self, examples=[e for e in self.examples if e.document_id in own])
 
 
-def plan(context: Context, methods: Sequence[Method]) -> list[TaskPlan]:
+def plan(context: Context) -> list[TaskPlan]:
     """Everything still to do, task by task, methods in the order they were asked for."""
     settings = context.settings
     request = Request(
@@ -93,7 +92,7 @@ def plan(context: Context, methods: Sequence[Method]) -> list[TaskPlan]:
         examples = task.examples(request, settings.limit)
         ids = frozenset(example.id for example in examples)
         units = []
-        for method in methods:
+        for method in settings.build_methods(task.name):
             measures = [_measure(m, method, task, request, ids, context) for m in settings.measures]
             open_ones = tuple(measure for measure in measures if measure.todo)
             units += [Unit(method, open_ones)] * bool(open_ones)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eval.settings import Settings
+from eval.settings import Settings, file_record
 
 SCHEMA = 1
 PACKAGES = (
@@ -39,8 +38,7 @@ def header(settings: Settings, **identity: Any) -> dict[str, Any]:
         "schema": SCHEMA,
         **identity,
         "settings": _portable(settings),
-        "profile": _file_record(settings.profile),
-        "prompts": _file_record(settings.prompts),
+        "prompts": file_record(settings.prompts) if settings.prompts else None,
         "versions": versions(),
         "git": git_state(),
         "machine": platform.platform(),
@@ -52,20 +50,6 @@ def _portable(settings: Settings) -> dict[str, Any]:
     """The settings without what only this machine knows."""
     found = {k: v for k, v in asdict(settings).items() if k not in _PATHS}
     return found | {"tasks": [Path(task).name for task in settings.tasks]}
-
-
-def _file_record(path: str | None) -> dict[str, Any] | None:
-    """Name and content hash of a file, or of the JSON files in a folder; a Hub id by name only."""
-    if path is None:
-        return None
-    source = Path(path)
-    files = sorted(source.glob("*.json")) if source.is_dir() else [source]
-    digest = hashlib.sha256()
-    for file in files:
-        if not file.is_file():
-            return {"name": path}
-        digest.update(file.read_bytes())
-    return {"name": source.name, "sha256": digest.hexdigest()}
 
 
 def versions() -> dict[str, str | None]:

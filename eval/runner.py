@@ -34,12 +34,16 @@ def run(settings: Settings) -> int:
     """Does what is not done yet of `settings`; returns the exit status."""
     from accelerate import PartialState
 
-    methods = settings.build_methods()
+    for name in settings.tasks:
+        settings.build_methods(name)  # bad options are refused before the model is loaded
     state = PartialState(cpu=settings.device == "cpu" or not torch.accelerator.is_available())
     device = settings.device or str(state.device)
     model, tokenizer = models.load(settings.model, settings.dtype, device)
     context = Context(settings, model, tokenizer, state.process_index, state.num_processes)
-    plans = plan(context, methods)
+    plans = plan(context)
+    for method in {unit.method: None for part in plans for unit in part.units}:
+        with method.session(model):  # a method that cannot run fails before the first row
+            pass
     state.wait_for_everyone()  # all have read what is done before anyone writes
     mine = [part.share(context.rank, context.world) for part in plans]
     total = sum(part.rows for part in mine)

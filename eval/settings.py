@@ -10,17 +10,22 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eval.methods import Method, build
+from eval.methods import METHODS, Method, build
 from eval.paths import data_root
 from eval.tasks import task_names
 
 BUDGET_FREE = ("dense", "duoattention")  # one row, whatever the budgets
+USES_PROFILE = ("profile", "most-stable", "random")
 _SPEC = re.compile(r"\s*([\w-]+)\s*(?:\(([^)]*)\))?\s*")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `run`; see the command line's help."""
+    """The arguments of `run`; see the command line's help.
+
+    `profile` may hold `{task}` and `{budget}`: the paper measured its profiles on another task, for
+    the same number of pages.
+    """
 
     model: str
     suite: str
@@ -90,22 +95,24 @@ class Settings:
             )
         return found
 
-    def build_methods(self) -> list[Method]:
-        """Every method at every budget, dense first if it is among them."""
+    def build_methods(self, task: str) -> list[Method]:
+        """Every method at every budget for `task`, dense first if it is among them."""
         built = []
         for spec in sorted(self.methods, key=lambda spec: spec != "dense"):
             name, options = parse_spec(spec)
             budgets = self.budgets[:1] if name in BUDGET_FREE else self.budgets
-            built += [self._build(name, budget, options) for budget in budgets]
+            built += [build(name, b, **self._options(name, options, task, b)) for b in budgets]
         return built
 
-    def _build(self, name: str, budget: int, options: dict[str, str]) -> Method:
-        from eval.methods import METHODS
-
-        known = {f.name for f in fields(METHODS[name])} if name in METHODS else set()
-        if self.profile and "profile" in known and "profile" not in options:
-            options = {**options, "profile": self.profile}
-        return build(name, budget, **options)
+    def _options(
+        self, name: str, options: dict[str, str], task: str, budget: int
+    ) -> dict[str, str]:
+        """`options`, with the run's profile for a method that takes one and uses it."""
+        takes = name in METHODS and any(f.name == "profile" for f in fields(METHODS[name]))
+        if not (self.profile and takes and options.get("unstable", "profile") in USES_PROFILE):
+            return options
+        path = self.profile.replace("{task}", task).replace("{budget}", str(budget))
+        return {"profile": path, **options}
 
 
 def expand_tasks(suite: str, text: str) -> tuple[str, ...]:
@@ -149,10 +156,14 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def changed_options(method: Method) -> dict[str, Any]:
-    """Options that are not the default's, less the budget."""
+    """Options that are not the default's, less those that every row has its own of."""
     standard = build(method.name, method.budget)
     pairs = {f.name: (getattr(method, f.name), getattr(standard, f.name)) for f in fields(method)}
-    return {name: own for name, (own, usual) in pairs.items() if own != usual and name != "budget"}
+    return {
+        name: own
+        for name, (own, usual) in pairs.items()
+        if own != usual and name not in ("budget", "profile")
+    }
 
 
 def method_label(method: Method) -> str:
@@ -160,13 +171,8 @@ def method_label(method: Method) -> str:
     changed = changed_options(method)
     if not changed or method.label != build(method.name, method.budget).label:
         return method.label
-    shown = (f"{name}={_short(value)}" for name, value in changed.items())
+    shown = (f"{name}={value}" for name, value in changed.items())
     return f"{method.label} ({', '.join(shown)})"
-
-
-def _short(value: Any) -> str:
-    """A value for a label: of a path the last part."""
-    return Path(value).name if isinstance(value, str | Path) else str(value)
 
 
 def method_record(method: Method) -> dict[str, Any]:
@@ -179,8 +185,20 @@ def method_record(method: Method) -> dict[str, Any]:
         "accounting": method.accounting,
         "options": asdict(method),
     }
+    if profile := record["options"].get("profile"):
+        record["options"]["profile"] = file_record(profile)
     plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
     return plain
+
+
+def file_record(path: str) -> dict[str, Any]:
+    """Name and content hash of a file, or of the JSON files in a folder; a Hub id by name only."""
+    source = Path(path)
+    files = sorted(source.glob("*.json")) if source.is_dir() else [source]
+    if not all(file.is_file() for file in files):
+        return {"name": path}
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return {"name": source.name, "sha256": digest.hexdigest()}
 
 
 def method_key(method: Method) -> str:

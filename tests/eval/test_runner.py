@@ -10,6 +10,7 @@ from eval.cli import main
 from eval.results import ResultFile, find
 from eval.runner import run
 from eval.settings import Settings, method_key, parse_spec, split_outside_brackets
+from flexicache_hf import HeadProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -167,11 +168,29 @@ def test_method_specs():
 
 def test_options_get_a_file_of_their_own(settings):
     specs = ("quest", "quest(page=32)", "quest(page=16)", "dense")
-    methods = replace(settings, methods=specs, budgets=(64,)).build_methods()
+    methods = replace(settings, methods=specs, budgets=(64,)).build_methods("rows")
     keys = [method_key(method) for method in methods]
     assert keys[:2] == ["dense", "quest@64"]
     assert keys[2].startswith("quest@64-")
     assert keys[3] == "quest@64"
+
+
+def test_profile_of_task_and_budget(settings, tiny_model, tmp_path):
+    for budget in (64, 128):
+        heads = [(budget // 64, 0)]
+        profile = HeadProfile.from_unstable_heads(tiny_model.config, heads)
+        profile.save_pretrained(tmp_path / f"rows-{budget}")
+    path = str(tmp_path / "{task}-{budget}")
+    specs = ("flexicache", "flexicache(unstable=none)")
+    settings = replace(settings, methods=specs, profile=path, limit=1)
+    methods = settings.build_methods("rows")
+    expected = [str(tmp_path / "rows-64"), str(tmp_path / "rows-128"), None, None]
+    assert [method.profile for method in methods] == expected
+    assert [method_key(method) for method in methods][:2] == ["flexicache@64", "flexicache@128"]
+    assert run(settings) == 0
+    header = next(f for *_, f in find(settings.out) if f.method == "flexicache@128").header()
+    assert header["method"]["options"]["profile"]["name"] == "rows-128"
+    assert len(header["method"]["options"]["profile"]["sha256"]) == 64
 
 
 @pytest.mark.parametrize(
