@@ -11,7 +11,7 @@ from eval.encode import Encoded, encode, stop_ids
 from eval.methods import Method
 from eval.provenance import header
 from eval.results import ResultFile
-from eval.settings import Settings, method_key, method_record
+from eval.settings import Settings, method_key, method_label, method_record
 from eval.tasks import Example, Request, Task, get_task
 
 
@@ -51,6 +51,10 @@ class Unit:
 
     method: Method
     measures: tuple[Measure, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{method_label(self.method)} {self.method.budget}"
 
     def wanted(self, example: Example) -> list[Measure]:
         return [measure for measure in self.measures if example.id in measure.todo]

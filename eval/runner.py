@@ -104,7 +104,7 @@ def _row_by_row(part: TaskPlan, context: Context, progress: Any) -> Iterator[Don
             prompts.hold(coded.ids[:end], [dense])
             reference = _reference(part.task, coded, end, prompts, context)
         for unit in units:
-            progress.set_description(f"{part.task.name}: {unit.measures[0].file.method}")
+            progress.set_description(f"{part.task.name}: {unit.label}")
             yield from _row(unit, part.task, example, coded, end, prompts, reference, context)
 
 
@@ -171,7 +171,7 @@ def _in_batches(part: TaskPlan, context: Context, progress: Any) -> Iterator[Don
         rows = [(context.encode(e), e) for e in part.examples if unit.wanted(e)]
         rows.sort(key=lambda row: len(row[0].ids))
         (measure,) = unit.measures
-        progress.set_description(f"{part.task.name}: {measure.file.method}")
+        progress.set_description(f"{part.task.name}: {unit.label}")
         with unit.method.session(context.model) as session:
             for first in range(0, len(rows), size):
                 batch = rows[first : first + size]

@@ -16,6 +16,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 32768,
+    "sliding_window": None,
 }
 
 

@@ -34,7 +34,8 @@ def compare(first: str, second: str, resamples: int = 2000) -> str:
 
 def _folder(spec: str) -> Path:
     """The folder of a spec: all of it if that exists, else what comes before the last colon."""
-    return Path(spec) if Path(spec).is_dir() else Path(spec.rpartition(":")[0])
+    folder = spec.rpartition(":")[0]
+    return Path(folder) if folder and not Path(spec).is_dir() else Path(spec)
 
 
 def _side(spec: str) -> list[Cell]:
