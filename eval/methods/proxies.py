@@ -23,7 +23,7 @@ from .attention import cache_argument
 from .base import MaskSession, Method, Selector
 from .heads import TABLES, model_slug
 from .rope import Rope
-from .views import Prompt
+from .views import Prompt, at_least_float32
 
 SPAN = 500  # positions over which proxy-decay places the mean key
 
@@ -62,7 +62,7 @@ class Decay(_Measure):
         query = self.rope.shift(prompt.query, back).mean(1, keepdim=True)
         placed = self.rope.shift(keys.expand(-1, SPAN, -1), torch.arange(SPAN, device=keys.device))
         logits = prompt.per_group(self.rope.shift(query, SPAN - 1))[:, :, 0] @ placed.mT
-        area = torch.softmax(logits.float() * prompt.scaling, -1).cumsum(-1).mean(-1)
+        area = torch.softmax(at_least_float32(logits) * prompt.scaling, -1).cumsum(-1).mean(-1)
         return area.mean(1)
 
 
@@ -81,11 +81,12 @@ class OutputError(_Measure):
         distance = at[start:, None] - at
         near = (at < self.sink) | (distance < self.recent)
         full, streamed = (
-            prompt.per_group(prompt.weights(start, visible=v)) @ prompt.values[:, None].float()
+            prompt.per_group(prompt.weights(start, visible=v))
+            @ at_least_float32(prompt.values)[:, None]
             for v in (None, near)
         )  # [H_kv, g, n, Dv]
         heads = full.shape[0]
-        matrix = prompt.module.o_proj.weight.float().unflatten(1, (heads, full.shape[1], -1))
+        matrix = prompt.module.o_proj.weight.to(full.dtype).unflatten(1, (heads, full.shape[1], -1))
         change = torch.einsum("hgnd,ohgd->hno", full - streamed, matrix).norm(dim=-1)
         size = torch.einsum("hgnd,ohgd->no", full, matrix).norm(dim=-1)
         return (change / size).mean(-1)

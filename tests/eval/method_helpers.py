@@ -32,7 +32,9 @@ def make(name: str, budget: int, model: Any, **options: Any) -> Method:
     """A method that needs nothing but the model: random gates, random unstable heads."""
     if name in ("lserve", "duoattention"):
         config = model.config
-        options.setdefault("gates", gates_file(config.num_hidden_layers, config.num_key_value_heads))
+        options.setdefault(
+            "gates", gates_file(config.num_hidden_layers, config.num_key_value_heads)
+        )
     if name.startswith("flexicache"):
         options.setdefault("unstable", "random")
     return build(name, budget, **options)

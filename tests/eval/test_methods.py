@@ -9,7 +9,18 @@ import json
 import pytest
 import torch
 from helpers import left_padding, positions, random_ids
-from method_helpers import MASKED, SPARSE, assert_same, dense_logits, feed, make, model_of, run, small, steps
+from method_helpers import (
+    MASKED,
+    SPARSE,
+    assert_same,
+    dense_logits,
+    feed,
+    make,
+    model_of,
+    run,
+    small,
+    steps,
+)
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from eval.methods import METHODS, build, names, record
@@ -147,8 +158,8 @@ def test_the_session_gives_the_model_back(name):
     model = model_of()
     method = small(name, 32, model)
     hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
-    with pytest.raises(KeyError, match="mine"), method.session(model) as session:
-        session.new_cache()
+    session = method.session(model)
+    with pytest.raises(KeyError, match="mine"), session:
         raise KeyError("mine")
     assert model.config._attn_implementation == "sdpa"
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
