@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.predictions import read_jsonl
 from eval.provenance import check_same
 
 MEASURES = ("answers", "fidelity")
@@ -70,11 +69,7 @@ class ResultFile:
 
 def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a result file; a last line cut off by a killed run is passed over."""
-    text = path.read_bytes()
-    if text.endswith(b"\n"):
-        yield from read_jsonl(path)
-        return
-    for line in text[: text.rfind(b"\n") + 1].decode().splitlines():
+    for line in path.read_bytes().split(b"\n")[:-1]:
         yield json.loads(line)
 
 
@@ -86,10 +81,9 @@ def find(root: str | Path) -> Iterator[tuple[str, str, ResultFile]]:
     """
     base = Path(root)
     names = {
-        (path.parent, path.name.removesuffix(f".{measure}.jsonl"), measure)
+        (path.parent, path.name.split(f".{measure}.")[0], measure)
         for measure in MEASURES
-        for path in base.glob(f"*/*/*.{measure}*.jsonl")
-        for path in [path.with_name(path.name.split(f".{measure}")[0] + f".{measure}.jsonl")]
+        for path in base.glob(f"*/*/*.{measure}.*jsonl")
     }
     if not names:
         raise FileNotFoundError(f"no results in {base}: expected a folder that `run --out` wrote")

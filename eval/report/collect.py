@@ -68,7 +68,7 @@ class Cell:
 
 
 def collect(folders: Iterable[str | Path]) -> list[Cell]:
-    """All cells of one or more result folders, in the order of groups, methods and tasks.
+    """All cells of one or more result folders, sorted by group.
 
     Raises:
         ValueError: two folders hold the same method on the same task.
@@ -97,23 +97,13 @@ def collect(folders: Iterable[str | Path]) -> list[Cell]:
             )
             setattr(cell, file.measure, rows)
         cells |= own
-    order = sorted(cells.values(), key=lambda c: (c.group, c.method != DENSE, c.label, c.method))
-    return sorted(order, key=lambda c: c.group)
+    return sorted(cells.values(), key=lambda cell: cell.group)
 
 
 def methods_of(cells: Sequence[Cell]) -> list[str]:
     """Method names in table order: dense, then by label and budget."""
-    first = {cell.method: cell for cell in reversed(cells)}
-    return sorted(
-        first,
-        key=lambda m: (
-            m != DENSE,
-            first[m].label,
-            first[m].method.split("@")[0],
-            first[m].budget or 0,
-            m,
-        ),
-    )
+    order = sorted(cells, key=lambda c: (c.method != DENSE, c.label, c.budget or 0, c.method))
+    return list(dict.fromkeys(cell.method for cell in order))
 
 
 def pair_scores(cell: Cell, other: Cell) -> Paired:

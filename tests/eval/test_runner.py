@@ -211,6 +211,13 @@ def test_bad_input_is_refused_before_a_model_is_loaded(extra, message, tmp_path,
     assert message in capsys.readouterr().err
 
 
+def test_a_line_separator_inside_a_text_is_no_line(tmp_path):
+    file = ResultFile(tmp_path, "dense", "answers")
+    file.append({"id": "1", "prediction": "a\u2028b\x85c\r\nd"}, 0)
+    file.path().write_bytes(file.path().read_bytes() + b'{"id": "2", "pre')
+    assert file.rows() == {"1": {"id": "1", "prediction": "a\u2028b\x85c\r\nd"}}
+
+
 def test_no_results_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no results"):
         list(find(tmp_path))
