@@ -94,7 +94,7 @@ def _add_run(commands: Subparsers) -> None:
     add("--prompts", metavar="FILE", help="LongBench's dataset2prompt.json instead of our wording")
     add("--profile", metavar="PATH", help="head profile for methods with a `profile` option")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    add("--device", help="default: an accelerator if there is one")
+    add("--device", help="default: an accelerator if there is one; auto: all, one model over them")
     parser.set_defaults(handler=_run)
 
 

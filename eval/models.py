@@ -10,7 +10,8 @@ EMBEDDED, STAND_IN = "embedded", "stand-in:"
 
 def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """`(model, tokenizer)`: a Hub id or folder, `embedded` (SmolLM2-135M-Instruct), or
-    `stand-in:TYPE`, a tiny random model of that model type."""
+    `stand-in:TYPE`, a tiny random model of that model type. The device `auto` spreads a Hub model
+    over all there are."""
     if name.startswith(STAND_IN):
         from eval.stand_in import byte_tokenizer, tiny_model
 
@@ -23,9 +24,10 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        spread = {"device_map": "auto"} if device == "auto" else {}
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **spread).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return model.to(device or "cpu"), tokenizer
+    return (model if device == "auto" else model.to(device or "cpu")), tokenizer
 
 
 def identity(model: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", help="some of the paper's tasks, with commas")
     parser.add_argument("--limit", type=int, help="rows per task")
     parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--device", help="auto: one model over all accelerators")
     args = parser.parse_args(argv)
 
     model, (tasks, rows) = MODELS[args.model], SUITES[args.suite]
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         data=args.data,
         prompts=args.prompts,
         profile=args.profile,
+        device=args.device,
     )
     if args.dry_run:
         rows = tuple((label, method, budget // SCALE) for label, method, budget in rows)

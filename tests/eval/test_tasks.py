@@ -1,10 +1,12 @@
 import json
+import re
 import zipfile
 from collections import Counter
 
 import pytest
 
 from eval.encode import encode, render, stop_ids
+from eval.predictions import read_jsonl
 from eval.tasks import Prompt, Request, get_task, task_names
 from eval.tasks.base import Example, cut_middle, fill, spread
 from eval.tasks.leval import PAPER_TASKS, build_prompt, cut_words
@@ -186,6 +188,19 @@ def test_generated_tasks_fill_the_context(name, request_for, tokenizer):
             assert reference not in example.prompt.question + example.prompt.cue
         perfect = task.scorer().row(" ".join(example.references), example.references)
         assert perfect["score"] == 1
+
+
+def test_needle_template_is_that_of_published_samples(data, request_for):
+    """RULER's own rows, with every uuid replaced, start, go on and end like ours."""
+    path = data / "ruler" / "niah_multikey_3_4096.jsonl"
+    published = next(read_jsonl(path))["input"]
+    (example,) = get_task("ruler", "niah_multikey_3").examples(request_for(3000, samples=1))
+    ours = f"{example.prompt.text} {example.prompt.cue}"
+    parts = []
+    for text in (published, ours):
+        lines = re.sub(r"[0-9a-f-]{12,}", "UUID", text).split("\n")
+        parts.append((lines[0], set(lines[1:-1]), lines[-1]))
+    assert parts[0] == parts[1]
 
 
 def test_needles_are_spread_over_the_depths(request_for):
