@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from eval.models import identity
 
 TOP = 1024
 FORMAT = 1
-Start = Callable[[], tuple[Stream, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,33 @@ class Fidelity:
         return {name: sum(values) / len(values) for name, values in vars(self).items()}
 
 
-def dense_reference(
-    model: Any, ids: Sequence[int], steps: int, stop: set[int], folder: Path, start: Start
-) -> DenseReference:
-    """The reference of the prompt `ids`: from `folder` if it is there, else computed and kept.
+@dataclass(frozen=True)
+class ReferenceFile:
+    """Where the reference of one prompt is kept."""
 
-    start: gives a dense stream that holds the prompt, and the logits `[V]` after it.
-    """
-    path = folder / f"{_key(model, ids, steps, stop)}.safetensors"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(vars(_compute(*start(), steps, sorted(stop))), partial)
-        partial.rename(path)  # atomic: other processes see all of it or nothing
-    return DenseReference(**load_file(path, device=str(model.device)))
+    path: Path
+
+    @classmethod
+    def of(
+        cls, folder: Path, model: Any, ids: Sequence[int], steps: int, stop: set[int]
+    ) -> ReferenceFile:
+        """The file for `steps` dense tokens after the prompt `ids`, none of them in `stop`."""
+        content = [FORMAT, TOP, identity(model), list(ids), steps, sorted(stop)]
+        name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+        return cls(folder / f"{name}.safetensors")
+
+    def exists(self) -> bool:
+        return self.path.is_file()
+
+    def load(self, device: torch.device | str = "cpu") -> DenseReference:
+        return DenseReference(**load_file(self.path, device=str(device)))
+
+    def make(self, stream: Stream, logits: Tensor, steps: int, stop: set[int]) -> None:
+        """Continues a dense stream that holds the prompt; `logits` `[V]` are those after it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        save_file(vars(_continue(stream, logits, steps, sorted(stop))), partial)
+        partial.rename(self.path)  # atomic: other processes see all of it or nothing
 
 
 def compare(stream: Stream, reference: DenseReference) -> Fidelity:
@@ -100,7 +112,7 @@ def _kl(reference: DenseReference, found: Tensor) -> Tensor:
     return terms.sum(-1) + torch.where(reference.rest.isneginf(), 0.0, rest)
 
 
-def _compute(stream: Stream, logits: Tensor, steps: int, banned: list[int]) -> DenseReference:
+def _continue(stream: Stream, logits: Tensor, steps: int, banned: list[int]) -> DenseReference:
     tokens = [next_token(logits, banned)]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
@@ -111,8 +123,3 @@ def _compute(stream: Stream, logits: Tensor, steps: int, banned: list[int]) -> D
         tokens.append(next_token(logprobs, banned))
     columns = [torch.stack(column).cpu() for column in zip(*parts)]
     return DenseReference(torch.tensor(tokens, dtype=torch.int32), *columns)
-
-
-def _key(model: Any, ids: Sequence[int], steps: int, stop: set[int]) -> str:
-    content = [FORMAT, TOP, identity(model), list(ids), steps, sorted(stop)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]

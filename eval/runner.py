@@ -20,7 +20,7 @@ from eval import models
 from eval.answers import answer, answer_batch, fidelity, head
 from eval.decode import Stream
 from eval.encode import Encoded
-from eval.fidelity import DenseReference, dense_reference
+from eval.fidelity import DenseReference, ReferenceFile
 from eval.methods import Method, Session, build, record
 from eval.methods.base import MaskSession
 from eval.plan import Context, Measure, TaskPlan, Unit, plan
@@ -70,15 +70,22 @@ class Prompts:
         self._ids: list[int] = []
         self._recorded: tuple[Any, Tensor] | None = None
 
-    def start(self, ids: list[int], method: Method, session: Session) -> tuple[Stream, Tensor]:
-        """A stream of `method` that holds the prompt `ids`, and the logits `[V]` after it."""
+    def start(
+        self, coded: Encoded, end: int, method: Method, session: Session
+    ) -> tuple[Stream, Tensor]:
+        """A stream of `method` that holds the whole prompt, and the logits `[V]` after it: up to
+        `end` prefilled, or replayed from what `hold` recorded; decoded from there."""
         model, several = self.context.model, isinstance(session, MaskSession)
-        if not (method.replays and self.context.settings.replay):
+        if method.replays and self.context.settings.replay:
+            assert self._recorded is not None
+            prompt, logits = self._recorded
+            stream = Stream(model, session.new_cache(prompt), end, several)
+        else:
             stream = Stream(model, session.new_cache(), several_steps=several)
-            return stream, stream.prefill(ids)
-        assert self._recorded is not None
-        prompt, logits = self._recorded
-        return Stream(model, session.new_cache(prompt), len(ids), several), logits
+            logits = stream.prefill(coded.ids[:end])
+        if end < len(coded.ids):
+            logits = stream.feed(coded.ids[end:])[-1]
+        return stream, logits
 
     def hold(self, ids: list[int], methods: list[Method]) -> None:
         """Records the prompt `ids` unless it is held or no method replays."""
@@ -92,7 +99,7 @@ class Prompts:
 
 def _row_by_row(part: TaskPlan, context: Context, progress: Any) -> Iterator[Done]:
     """Every method and measure of one row before the next row."""
-    prompts, dense = Prompts(context), build("dense", 1)
+    prompts = Prompts(context)
     for example in part.examples:
         coded = context.encode(example)
         end = coded.split if context.settings.protocol == "B" else len(coded.ids)
@@ -101,7 +108,6 @@ def _row_by_row(part: TaskPlan, context: Context, progress: Any) -> Iterator[Don
         reference = None
         if any(measure.name == "fidelity" for unit in units for measure in unit.wanted(example)):
             progress.set_description(f"{part.task.name}: dense continuation")
-            prompts.hold(coded.ids[:end], [dense])
             reference = _reference(part.task, coded, end, prompts, context)
         for unit in units:
             progress.set_description(f"{part.task.name}: {unit.label}")
@@ -118,11 +124,9 @@ def _row(
     reference: DenseReference | None,
     context: Context,
 ) -> Iterator[Done]:
-    """The measures of one row: prefill up to `end`, decode the rest of the prompt, measure."""
+    """The measures of one row, from one prefill."""
     with unit.method.session(context.model) as session:
-        start, logits = prompts.start(coded.ids[:end], unit.method, session)
-        if end < len(coded.ids):
-            logits = start.feed(coded.ids[end:])[-1]
+        start, logits = prompts.start(coded, end, unit.method, session)
         wanted = unit.wanted(example)
         for measure in wanted:
             stream = start if measure is wanted[-1] else _branch(start)
@@ -144,24 +148,16 @@ def _branch(stream: Stream) -> Stream:
 def _reference(
     task: Task, coded: Encoded, end: int, prompts: Prompts, context: Context
 ) -> DenseReference:
-    """The dense continuation of the whole prompt, by the method `dense`."""
-
-    def start() -> tuple[Stream, Tensor]:
-        stream, logits = prompts.start(coded.ids[:end], method, session)
-        if end < len(coded.ids):
-            logits = stream.feed(coded.ids[end:])[-1]
-        return stream, logits
-
-    method, settings = build("dense", 1), context.settings
-    with method.session(context.model) as session:
-        return dense_reference(
-            context.model,
-            coded.ids,
-            settings.fidelity_steps,
-            context.stop(task),
-            Path(settings.out) / "dense",
-            start,
-        )
+    """The dense continuation of the whole prompt: from disk, else by the method `dense`."""
+    model, stop, steps = context.model, context.stop(task), context.settings.fidelity_steps
+    folder = Path(context.settings.out) / "dense"
+    file = ReferenceFile.of(folder, model, coded.ids, steps, stop)
+    if not file.exists():
+        method = build("dense", 1)
+        prompts.hold(coded.ids[:end], [method])
+        with method.session(model) as session:
+            file.make(*prompts.start(coded, end, method, session), steps, stop)
+    return file.load(model.device)
 
 
 def _in_batches(part: TaskPlan, context: Context, progress: Any) -> Iterator[Done]:

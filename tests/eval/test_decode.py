@@ -72,11 +72,11 @@ def test_several_steps_in_one_forward_are_the_same_steps(tiny_model):
 def dense_reference(model, ids, steps, stop, folder):
     """By transformers' own cache and attention."""
 
-    def start():
+    file = fidelity.ReferenceFile.of(folder, model, ids, steps, stop)
+    if not file.exists():
         stream = Stream(model, DynamicCache(config=model.config))
-        return stream, stream.prefill(ids)
-
-    return fidelity.dense_reference(model, ids, steps, stop, folder, start)
+        file.make(stream, stream.prefill(ids), steps, stop)
+    return file.load()
 
 
 def full_kl(model, stream, reference, ids):
