@@ -102,8 +102,12 @@ def collect(folders: Iterable[str | Path]) -> list[Cell]:
 
 def methods_of(cells: Sequence[Cell]) -> list[str]:
     """Method names in table order: dense, then by label and budget."""
-    order = sorted(cells, key=lambda c: (c.method != DENSE, c.label, c.budget or 0, c.method))
+    order = sorted(cells, key=_table_order)
     return list(dict.fromkeys(cell.method for cell in order))
+
+
+def _table_order(cell: Cell) -> tuple[bool, str, int, str]:
+    return cell.method != DENSE, cell.label.casefold(), cell.budget or 0, cell.method
 
 
 def pair_scores(cell: Cell, other: Cell) -> Paired:

@@ -77,13 +77,14 @@ class Group:
 
 def overview(group: Group) -> str:
     """One row a method: scores, retention, tokens and bytes, fidelity."""
-    head = ["method", "budget", "tasks", "mean score", "retention", "attended", "resident"]
+    head = ["method", "budget", "rows", "mean score", "retention", "attended", "resident"]
     head += ["moved/step", "metadata", "device bytes", "KL to dense", "top-1", "NLL - dense"]
     rows = []
     for method in group.methods:
         cells, tokens = group.of(method), group.tokens(method)
         scores = [cell.score for cell in cells if cell.score is not None]
-        row = [cells[0].label, str(cells[0].budget or "–"), str(len(cells))]
+        count = sum(len(cell.answers or cell.fidelity) for cell in cells)
+        row = [cells[0].label, str(cells[0].budget or "–"), str(count)]
         row += [number(sum(scores) / len(scores) if scores else None)]
         row += [interval(group.retention(method))]
         row += [number(tokens.get(name), 0) for name in ("attended", "resident")]

@@ -105,9 +105,9 @@ def folder(tmp_path):
 def test_report(folder):
     path = write_report([folder], resamples=100)
     text = path.read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("| Quest | 256 | 2 |")]
+    (line,) = [line for line in text.splitlines() if line.startswith("| Quest | 256 | 12 |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    # method, budget, tasks, score, retention, attended, resident, moved, metadata, device bytes
+    # method, budget, rows, score, retention, attended, resident, moved, metadata, device bytes
     assert cells[3:10] == [
         "34.00",
         "0.800 [0.800, 0.800]",
