@@ -1,4 +1,4 @@
-"""Curves against the budget."""
+"""Curves against the budget, and against what is really attended."""
 
 from __future__ import annotations
 
@@ -10,60 +10,76 @@ from eval.report.bootstrap import Estimate
 from eval.report.collect import DENSE
 from eval.report.tables import Group
 
+MARKERS = "osD^vPX"
+Points = list[tuple[float, Estimate]]
+
 
 def curves(group: Group, folder: Path) -> list[Path]:
-    """Retention and KL against the budget, one line a method; plots without data are left out."""
+    """Retention and KL, one line a method; plots without data are left out."""
+
+    def kl(method: str) -> Estimate:
+        return group.mean_of(method, "kl")
+
+    def budget(method: str) -> float | None:
+        return group.of(method)[0].budget
+
+    def attended(method: str) -> float | None:
+        return group.tokens(method).get("attended")
+
+    retention_title, kl_title = "retention (method / dense)", "teacher-forced KL to dense (nats)"
+    budget_title, attended_title = "budget (tokens per head)", "attended tokens per head and step"
+    path = folder / group.name
     drawn = [
         _plot(
-            group, group.retention, "retention (method / dense)", folder / _name(group, "retention")
+            group, budget, group.retention, budget_title, retention_title, f"{path}-retention.png"
         ),
-        _plot(
-            group,
-            lambda method: group.mean_of(method, "kl"),
-            "teacher-forced KL to dense (nats)",
-            folder / _name(group, "kl"),
-            log=True,
-        ),
+        _plot(group, budget, kl, budget_title, kl_title, f"{path}-kl.png"),
+        _plot(group, attended, kl, attended_title, kl_title, f"{path}-kl-attended.png"),
     ]
     return [path for path in drawn if path]
 
 
-def _name(group: Group, what: str) -> str:
-    return f"{group.name}-{what}.png"
-
-
 def _plot(
-    group: Group, measure: Callable[[str], Estimate], title: str, path: Path, *, log: bool = False
+    group: Group,
+    place: Callable[[str], float | None],
+    measure: Callable[[str], Estimate],
+    x_title: str,
+    y_title: str,
+    path: str,
 ) -> Path | None:
     from matplotlib.figure import Figure
 
-    lines: dict[str, list[tuple[int, Estimate]]] = defaultdict(list)
+    lines: dict[str, Points] = defaultdict(list)
     for method in group.methods:
-        cell, estimate = group.of(method)[0], measure(method)
-        if method != DENSE and cell.budget and estimate.value == estimate.value:
-            lines[cell.label].append((cell.budget, estimate))
+        x, estimate = place(method), measure(method)
+        if method != DENSE and x and estimate.value == estimate.value:
+            lines[group.of(method)[0].label].append((x, estimate))
     if not lines:
         return None
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for index, (label, points) in enumerate(lines.items()):
         points.sort()
-        budgets = [budget for budget, _ in points]
-        values = [estimate.value for _, estimate in points]
+        xs, values = zip(*((x, estimate.value) for x, estimate in points))
         below = [max(0.0, e.value - e.low) for _, e in points]
         above = [max(0.0, e.high - e.value) for _, e in points]
-        style = {"marker": "osD^vPX"[index % 7], "capsize": 2, "linewidth": 1.2, "markersize": 4}
-        axes.errorbar(budgets, values, [below, above], label=label, **style)
-    ticks = sorted({budget for points in lines.values() for budget, _ in points})
+        style = {
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 4,
+            "color": f"C{index % 10}",
+        }
+        axes.errorbar(xs, values, [below, above], label=label, capsize=2, linewidth=1.2, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    if log:
+    ticks = sorted({x for points in lines.values() for x, _ in points})
+    if x_title.startswith("budget"):
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    if "KL" in y_title:
         axes.set_yscale("log")
     else:
         axes.axhline(1, color="0.6", linewidth=0.8)
-    axes.set_xlabel("budget (tokens per head)")
-    axes.set_ylabel(title)
+    axes.set_xlabel(x_title)
+    axes.set_ylabel(y_title)
     axes.set_title(group.name)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
-    return path
+    return Path(path)

@@ -120,7 +120,8 @@ def test_report(folder):
     assert cells[10].startswith("0.2500 [")
     assert cells[12] == "0.2000"
     assert "tiny (float32); context 4096 tokens; commit 0123456789ab;" in text
-    for name in ("longbench-A-retention.png", "longbench-A-kl.png"):
+    for name in ("retention", "kl", "kl-attended"):
+        name = f"longbench-A-{name}.png"
         assert (path.parent / name).read_bytes().startswith(b"\x89PNG")
         assert f"]({name})" in text
     with (path.parent / "scores.csv").open() as file:
