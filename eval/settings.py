@@ -177,7 +177,7 @@ def method_label(method: Method) -> str:
 
 def method_record(method: Method) -> dict[str, Any]:
     """What identifies a method in results."""
-    record = {
+    record: dict[str, Any] = {
         "name": method.name,
         "label": method_label(method),
         "paper": method.paper,

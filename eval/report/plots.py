@@ -63,12 +63,8 @@ def _plot(
         xs, values = zip(*((x, estimate.value) for x, estimate in points))
         below = [max(0.0, e.value - e.low) for _, e in points]
         above = [max(0.0, e.high - e.value) for _, e in points]
-        style = {
-            "marker": MARKERS[index % len(MARKERS)],
-            "markersize": 4,
-            "color": f"C{index % 10}",
-        }
-        axes.errorbar(xs, values, [below, above], label=label, capsize=2, linewidth=1.2, **style)
+        line = axes.errorbar(xs, values, [below, above], label=label, capsize=2, linewidth=1.2)
+        line[0].set(marker=MARKERS[index % len(MARKERS)], markersize=4)
     axes.set_xscale("log", base=2)
     ticks = sorted({x for points in lines.values() for x, _ in points})
     if x_title.startswith("budget"):

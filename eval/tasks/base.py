@@ -100,7 +100,7 @@ def spread(rows: Sequence[Example], limit: int | None) -> list[Example]:
 
 def fill(template: str, **values: str) -> str:
     """Replaces every `{name}` once; braces in the values stay as they are, unlike `str.format`."""
-    parts = []
+    parts: list[str] = []
     rest = template
     while True:
         places = {name: rest.find("{" + name + "}") for name in values}
