@@ -25,7 +25,7 @@ from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
 
-class FlexiCacheDynamicCache(Cache):  # type: ignore[misc]
+class FlexiCacheDynamicCache(Cache):
     """A growing cache whose stable heads keep only their working set on the device.
 
     Args:
@@ -159,7 +159,7 @@ class FlexiCacheDynamicCache(Cache):  # type: ignore[misc]
                 layer.crop(tokens_to_remove)
         tiered = self._tiered()
         for layer in tiered:
-            layer.pending = None
+            layer.pending = layer.unanswered = None
         if left >= self._table.columns and self._consistent():
             return
         copies = self._table.crop(left)
