@@ -19,6 +19,8 @@ from .ledger import Tokens
 from .lserve import LServe
 from .quest import Quest
 from .recording import record
+from .scissorhands import Scissorhands
+from .shadowkv import ShadowKV
 from .snapkv import SnapKV
 from .streamingllm import StreamingLLM
 from .tova import TOVA
@@ -40,6 +42,8 @@ METHODS: dict[str, type[Method]] = {
         SnapKV,
         TOVA,
         InfiniGen,
+        ShadowKV,
+        Scissorhands,
     )
 }
 

@@ -53,6 +53,8 @@ def small(name: str, budget: int, model: Any, **options: Any) -> Method:
         "flexicache-mask": {"page_size": 8, "sink_pages": 1, "recent_pages": 1},
         "snapkv": {"window": 8},
         "infinigen": {"alpha": 1.0},
+        "shadowkv": {"chunk": 4, "local_chunks": 1, "rank": 16},
+        "scissorhands": {"history": 20, "recent": 4},
     }
     return make(name, budget, model, **(scaled.get(name, {}) | options))
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from method_helpers import a_prompt, assert_same, build, feed, model_of, run, small, spied
 
 from eval.methods.h2o import H2O, H2OSelector
+from eval.methods.scissorhands import Importance
 from eval.methods.snapkv import SnapKV, SnapKVSelector, pooled
 from eval.methods.streamingllm import sink_and_recent
 from eval.methods.tova import keep
 
-EVICTING = ["h2o", "tova", "snapkv", "streamingllm"]
+EVICTING = ["h2o", "tova", "snapkv", "streamingllm", "scissorhands"]
 
 
 @settings(max_examples=40)
@@ -179,3 +180,27 @@ def test_streaming_position_rules_differ_only_once_something_is_evicted():
     original, _ = run(model, build("streamingllm", 40, positions="original"), ids, 30)
     assert_same(slot[:, :11], original[:, :11])  # T = 30 to 40
     assert (slot[:, 11:] - original[:, 11:]).abs().amax() > 1e-3
+
+
+def test_scissorhands_drops_what_is_most_often_below_average():
+    state = Importance(torch.ones(1, 6, dtype=torch.bool))
+    state.low = [
+        torch.tensor([[True, False, True, False]]),
+        torch.tensor([[True, False, True, True, True]]),
+        torch.tensor([[True, False, False, True, True, True]]),
+    ]  # counts 3 0 2 2 2 1
+    state.cut(4, recent=1)
+    assert state.mask.int().tolist() == [[0, 1, 1, 1, 0, 1]]  # ties: the earlier token stays
+    state.cut(2, recent=1)
+    assert state.mask.int().tolist() == [[0, 1, 0, 0, 0, 1]]
+
+
+def test_scissorhands_swings_between_half_and_the_full_budget():
+    model = model_of()
+    spy = spied(model, build("scissorhands", 20, history=15, recent=5), random_ids(1, 120), 60)
+    for layer in range(4):
+        for step, mask in enumerate(spy.masks[layer]):
+            expected = 21 if step == 0 else 11 + (step - 1) % 11
+            assert (mask.sum(-1) == expected).all()
+            assert mask[:, -6:].all()
+        assert len(spy.states[layer].low) == 15
