@@ -167,12 +167,16 @@ def changed_options(method: Method) -> dict[str, Any]:
 
 
 def method_label(method: Method) -> str:
-    """Its label, with the options that are not the default's where the label does not show them."""
-    changed = changed_options(method)
-    if not changed or method.label != build(method.name, method.budget).label:
-        return method.label
-    shown = (f"{name}={value}" for name, value in changed.items())
-    return f"{method.label} ({', '.join(shown)})"
+    """Its label, and the options that are not the default's where the label does not show them."""
+    usual = build(method.name, method.budget).label
+    hidden = []
+    for name, value in changed_options(method).items():
+        try:
+            shown = build(method.name, method.budget, **{name: value}).label != usual
+        except ValueError:  # an option that only goes with others
+            shown = False
+        hidden += [f"{name}={value}"] * (not shown)
+    return f"{method.label} ({', '.join(hidden)})" if hidden else method.label
 
 
 def method_record(method: Method) -> dict[str, Any]:

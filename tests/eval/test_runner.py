@@ -9,7 +9,7 @@ import pytest
 from eval.cli import main
 from eval.results import ResultFile, find
 from eval.runner import run
-from eval.settings import Settings, method_key, parse_spec, split_outside_brackets
+from eval.settings import Settings, method_key, method_label, parse_spec, split_outside_brackets
 from flexicache_hf import HeadProfile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +173,21 @@ def test_options_get_a_file_of_their_own(settings):
     assert keys[:2] == ["dense", "quest@64"]
     assert keys[2].startswith("quest@64-")
     assert keys[3] == "quest@64"
+
+
+def test_labels_tell_methods_apart(settings):
+    specs = (
+        "quest",
+        "quest(page=32)",
+        "flexicache-mask(unstable=none)",
+        "flexicache-mask(unstable=none,digests_per_page=2)",
+    )
+    methods = replace(settings, methods=specs, budgets=(64,)).build_methods("rows")
+    labels = [method_label(method) for method in methods]
+    assert labels[:2] == ["Quest", "Quest (page=32)"]
+    assert labels[3] == f"{labels[2]} (digests_per_page=2)"
+    assert "none unstable" in labels[2]
+    assert "unstable=" not in labels[2]
 
 
 def test_profile_of_task_and_budget(settings, tiny_model, tmp_path):
