@@ -79,8 +79,15 @@ def git_state() -> dict[str, Any] | None:
 def check_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raises ValueError, naming the field, if `found` was written by a run of something else."""
     for name in IDENTITY:
-        if found.get(name) != expected.get(name):
+        old, new = _essence(name, found), _essence(name, expected)
+        if old != new:
             raise ValueError(
-                f"{path}: {name} is {found.get(name)}, this run has {expected.get(name)}; "
-                "give another --out, or move the file away"
+                f"{path}: {name} is {old}, this run has {new}; give another --out, or move the "
+                "file away"
             )
+
+
+def _essence(name: str, line: dict[str, Any]) -> Any:
+    """A field of a header; of a method what it does, not how it is described."""
+    value = line.get(name)
+    return {k: value[k] for k in ("name", "options")} if name == "method" and value else value

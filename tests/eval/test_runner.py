@@ -93,6 +93,8 @@ def test_rows_of_another_run_are_not_mixed_in(settings):
     path.write_text(lines[0] + "\n")  # the header alone, so that there is something to do
     with pytest.raises(ValueError, match=r"dense\.answers\.jsonl: rules is .*another --out"):
         run(other)
+    path.write_text(lines[0].replace('"label": "dense"', '"label": "full"') + "\n")
+    assert run(replace(settings, methods=("dense",))) == 0  # a description may change
 
 
 def test_protocol_b_shares_the_document_and_decodes_the_question(settings):
