@@ -141,8 +141,12 @@ class StabilityVote:
 
     @property
     def stability(self) -> Tensor:
-        """Mean stability over all windows, `[L, H_kv]` float64; NaN before the first window."""
-        return self._total / self.num_windows if self.num_windows else self._total * torch.nan
+        """Mean stability over all windows, `[L, H_kv]` float64; NaN before the first window.
+
+        Rounded to the six decimals that a profile keeps, so that a stored profile ranks alike.
+        """
+        mean = self._total / self.num_windows if self.num_windows else self._total * torch.nan
+        return mean.round(decimals=6)
 
     def unstable_heads(self) -> Heads:
         """The M heads named most often.
