@@ -1,1 +1,26 @@
 """FlexiCache (arXiv 2511.00868) as a drop-in key-value cache for Hugging Face transformers."""
+
+from .attention import register, restore_attention
+from .cache import FlexiCacheDynamicCache
+from .config import FlexiCacheConfig
+from .errors import FlexiCacheWarning
+from .host import HostMemoryError
+from .layer import AttentionNotLinked
+from .profile import HeadProfile
+from .stats import CacheStats, MemoryUsage
+from .table import InterruptedForward
+
+register()
+
+__all__ = [
+    "AttentionNotLinked",
+    "CacheStats",
+    "FlexiCacheConfig",
+    "FlexiCacheDynamicCache",
+    "FlexiCacheWarning",
+    "HeadProfile",
+    "HostMemoryError",
+    "InterruptedForward",
+    "MemoryUsage",
+    "restore_attention",
+]

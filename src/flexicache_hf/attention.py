@@ -1,0 +1,123 @@
+"""The attention functions registered with transformers: the package's only global state.
+
+One name per implementation that a model may have had before: the name says where everything goes
+that is not ours (prompts, other caches, no cache, vision towers). The names avoid the words that
+transformers reacts to ("flash", "sdpa", "paged|", "org/repo").
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
+
+from .layer import BaseAttention, FlexiCacheLayer
+
+NAMES = {
+    "sdpa": "flexicache",
+    "eager": "flexicache_eager",
+    "flash_attention_2": "flexicache_fa2",
+    "flash_attention_3": "flexicache_fa3",
+}
+"""The model's own implementation -> the name that replaces it."""
+
+
+def _sdpa(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    out: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
+    return out
+
+
+def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    # every modeling file has its own: with sinks, soft caps, or whatever the architecture needs
+    own: BaseAttention = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own(module, *args, **kwargs)
+
+
+def _flash(implementation: str) -> BaseAttention:
+    def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        # transformers loads the kernel by the name on module.config, which is ours
+        stand_in = _Renamed(module, implementation)
+        out: tuple[Tensor, None] = flash_attention_forward(stand_in, *args, **kwargs)
+        return out
+
+    return attend
+
+
+class _Renamed:
+    """A module whose configuration names another attention implementation."""
+
+    def __init__(self, module: torch.nn.Module, implementation: str) -> None:
+        self._module = module
+        self.config = SimpleNamespace(_attn_implementation=implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attention_over(base: BaseAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def flexicache_attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`query` `[B, H_q, q, D]`; `key`, `value` as the cache returned them."""
+        layer = kwargs.pop("flexi_layer", None) or getattr(key, "_flexi_layer", None)
+        if not isinstance(layer, FlexiCacheLayer):
+            return base(module, query, key, value, attention_mask, **kwargs)
+        return layer.attend(module, query, attention_mask, base, **kwargs)
+
+    return flexicache_attention
+
+
+def register() -> None:
+    """Make our names known to transformers; done when the package is imported."""
+    for implementation, base, mask in (
+        ("sdpa", _sdpa, sdpa_mask),
+        ("eager", _eager, eager_mask),
+        ("flash_attention_2", _flash("flash_attention_2"), flash_attention_mask),
+        ("flash_attention_3", _flash("flash_attention_3"), flash_attention_mask),
+    ):
+        AttentionInterface.register(NAMES[implementation], _attention_over(base))
+        AttentionMaskInterface.register(NAMES[implementation], mask)
+
+
+def use_flexicache(model_config: Any) -> None:
+    """Point the model that reads `model_config` at our attention function.
+
+    Only the text part of a multimodal model changes. Models read the configuration at every
+    forward, so this takes effect at once, and for caches of other kinds changes nothing but the
+    name: they go on through the model's own function.
+    """
+    text = model_config.get_text_config(decoder=True)
+    current = text._attn_implementation
+    if current in NAMES.values():
+        return
+    if current is None:
+        current = "sdpa"
+    if current not in NAMES:
+        raise ValueError(
+            f"the model's attention implementation is {current!r}, expected one of "
+            f"{', '.join(NAMES)}: load it with attn_implementation='sdpa' "
+            "(or 'eager' where the architecture has no sdpa)"
+        )
+    text._attn_implementation = NAMES[current]
+
+
+def restore_attention(model_or_config: Any) -> None:
+    """Undo `use_flexicache`, for code that insists on one of transformers' own names."""
+    config = getattr(model_or_config, "config", model_or_config)
+    text = config.get_text_config(decoder=True)
+    for implementation, name in NAMES.items():
+        if text._attn_implementation == name:
+            text._attn_implementation = implementation

@@ -1,0 +1,260 @@
+"""`FlexiCacheDynamicCache`: the object given to `generate(past_key_values=...)`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from .attention import use_flexicache
+from .config import FlexiCacheConfig
+from .default_heads import default_unstable_heads
+from .errors import FlexiCacheWarning
+from .host import HostBudget
+from .layer import FlexiCacheLayer, Shared
+from .pools import nbytes
+from .profile import HeadProfile
+from .prompt_guard import guard_prompts
+from .stats import CacheStats, MemoryUsage
+from .table import PageTable
+from .transfer import QueueFactory, TransferQueue, default_queue
+
+
+class FlexiCacheDynamicCache(Cache):  # type: ignore[misc]
+    """A growing cache whose stable heads keep only their working set on the device.
+
+    Args:
+        model_or_config: the model, or its configuration. With the model, generate() can also tell
+            the cache where a prompt ends, and prompts that do not continue the cached text are
+            refused.
+        profile: which heads are unstable: a `HeadProfile`, a directory, or a Hub repository. None
+            uses the stated rule of `default_unstable_heads`, with a warning.
+        token_budget, page_size, rerank_interval: see `FlexiCacheConfig`.
+        config: all other choices; the three above then come from it unless they are given too.
+        queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
+
+    Raises:
+        ValueError: a field is out of range, the profile is for another model, or the model's
+            attention implementation cannot be replaced.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        profile: HeadProfile | str | Path | None = None,
+        *,
+        token_budget: int | None = None,
+        page_size: int | None = None,
+        rerank_interval: int | None = None,
+        config: FlexiCacheConfig | None = None,
+        queue_factory: QueueFactory | None = None,
+    ) -> None:
+        given = {
+            "token_budget": token_budget,
+            "page_size": page_size,
+            "rerank_interval": rerank_interval,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        self.config = (config or FlexiCacheConfig()).replace(**changes)
+        model_config = getattr(model_or_config, "config", model_or_config)
+        text = model_config.get_text_config(decoder=True)
+        layers = DynamicCache(config=text).layers
+        latent = getattr(text, "kv_lora_rank", None) is not None  # MLA caches are small already
+        tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not latent]
+        if not tiered:
+            warnings.warn(
+                f"{type(text).__name__} has no full-attention layer that can be tiered "
+                "(sliding-window, linear and latent-attention layers stay as they are): this cache "
+                "will behave like DynamicCache",
+                FlexiCacheWarning,
+                stacklevel=2,
+            )
+        self.profile = _resolve_profile(profile, model_or_config, model_config, tiered)
+        use_flexicache(model_config)
+
+        self._table = PageTable(self.config.page_size, len(tiered))
+        self._stats = CacheStats()
+        heads = _kv_heads(text)
+        unstable = sum(len(self.profile.unstable_in(index)) for index in tiered)
+        self._shared = Shared(
+            self.config,
+            self._table,
+            self._stats,
+            HostBudget(self.config.host_memory_limit, len(tiered) * heads - unstable),
+            queue_factory or _QueuePerDevice(),
+            lambda: getattr(text, "_attn_implementation", None),
+        )
+        for ordinal, index in enumerate(tiered):
+            chosen = self.profile.unstable_in(index)
+            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, chosen, heads)
+        super().__init__(layers=layers)
+        if model_config is not model_or_config:
+            guard_prompts(model_or_config)
+
+    # -- what it did and holds -------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counters of every step and in total: who ranked, what moved, what was attended."""
+        return self._stats
+
+    def memory_usage(self) -> MemoryUsage:
+        """Bytes on the device and on the host now, everything allocated counted."""
+        resident = working = metadata = tables = other = flight = host = dense = 0
+        for layer in self.layers:
+            if not isinstance(layer, FlexiCacheLayer):
+                held = [t for t in vars(layer).values() if isinstance(t, Tensor) and t.ndim == 4]
+                other += nbytes(*held)
+                dense += nbytes(*held)
+                continue
+            per_token = 0
+            if layer.pending is not None:
+                flight += nbytes(*layer.pending)
+            if layer.stable is not None:
+                slots = layer.stable.working_set
+                working += slots.page_bytes()
+                metadata += layer.stable.digest_bytes()
+                tables += slots.map_bytes()
+                host += layer.stable.host.nbytes()
+                per_token += _token_bytes(slots.keys) + _token_bytes(slots.values)
+            if layer.unstable is not None:
+                pools = layer.unstable
+                resident += pools.page_bytes()
+                metadata += pools.digest_bytes()
+                per_token += sum(
+                    pool.shape[1] * pool.shape[3] * pool.element_size()
+                    for pool in (pools.keys, pools.values)
+                )
+            dense += per_token * layer.rows * layer.columns
+        tables += self._table.nbytes()
+        return MemoryUsage(resident, working, metadata, tables, other, flight, host, dense)
+
+    # -- transformers' contract, for all layers together -----------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (columns) of every row.
+
+        As in transformers >= 5.24 the argument is zero or negative.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove is {tokens_to_remove}, expected zero or a negative number: "
+                "crop(-n) removes the last n tokens"
+            )
+        left = max(self.get_seq_length() + tokens_to_remove, 0)
+        for layer in self.layers:
+            if isinstance(layer, FlexiCacheLayer):
+                if layer.torn:
+                    raise RuntimeError(
+                        f"layer {layer.index} was interrupted while it stored a step, so what it "
+                        "holds is unknown: start over with cache.reset()"
+                    )
+            elif hasattr(layer, "get_seq_length") and layer.is_initialized:
+                layer.crop(min(left - layer.get_seq_length(), 0))
+            else:
+                layer.crop(tokens_to_remove)
+        tiered = self._tiered()
+        for layer in tiered:
+            layer.pending = None
+        if left >= self._table.columns and self._consistent():
+            return
+        copies = self._table.crop(left)
+        for layer in tiered:
+            layer.crop_rows(copies)
+
+    def reset(self) -> None:
+        """Forget everything; the same object can take a new prompt."""
+        self._table.clear()
+        self._shared.prefilling = None
+        for layer in self.layers:
+            layer.clear() if isinstance(layer, FlexiCacheLayer) else layer.reset()
+        self._prompt_ids = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the rows `[rows[i] for i in beam_idx]`, for beam search."""
+        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row; the copies share full pages, on the host and on the device."""
+        rows = [row for row in range(self._table.rows) for _ in range(repeats)]
+        self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (numbers or a boolean mask)."""
+        numbers = torch.arange(self._table.rows)[torch.as_tensor(indices).cpu()]
+        self._select(numbers.tolist(), lambda layer: layer.batch_select_indices(indices))
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding begins: short multi-token forwards verify candidates."""
+        super().activate_past_recording()
+        self._shared.verifying = True
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    _prompt_ids: Tensor | None = None
+    """Token ids behind the cached columns, when prompt_guard knows them."""
+
+    def _tiered(self) -> list[FlexiCacheLayer]:
+        return [layer for layer in self.layers if isinstance(layer, FlexiCacheLayer)]
+
+    def _consistent(self) -> bool:
+        return all(done == self._table.forwards for done in self._table.progress)
+
+    def _select(self, rows: Sequence[int], other: Any) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, FlexiCacheLayer):
+                other(layer)
+        if not self._table.rows or list(rows) == list(range(self._table.rows)):
+            return
+        if not self._consistent():
+            raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        copies = self._table.select(rows)
+        for layer in self._tiered():
+            layer.select_rows(rows, copies)
+
+
+class _QueuePerDevice:
+    """Layers on one device share one queue."""
+
+    def __init__(self) -> None:
+        self.queues: dict[torch.device, TransferQueue] = {}
+
+    def __call__(self, device: torch.device) -> TransferQueue:
+        if device not in self.queues:
+            self.queues[device] = default_queue(device)
+        return self.queues[device]
+
+
+def _resolve_profile(
+    profile: HeadProfile | str | Path | None, model: Any, config: Any, tiered: list[int]
+) -> HeadProfile:
+    if isinstance(profile, HeadProfile):
+        found = profile
+    elif profile is not None:
+        found = HeadProfile.from_pretrained(profile)
+    else:
+        text = config.get_text_config(decoder=True)
+        pairs = default_unstable_heads(tiered, text.num_hidden_layers, _kv_heads(text))
+        if tiered:
+            warnings.warn(
+                "no head profile was given: the unstable heads are guessed from their place in the "
+                "stack (see default_unstable_heads). Measure them once: flexicache profile collect",
+                FlexiCacheWarning,
+                stacklevel=3,
+            )
+        return HeadProfile.from_unstable_heads(config, pairs, rule="middle of the stack")
+    found.check(config)
+    return found
+
+
+def _kv_heads(text: Any) -> int:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(heads)
+
+
+def _token_bytes(slots: Tensor) -> int:
+    return slots.shape[1] * slots.shape[3] * slots.element_size()

@@ -1,0 +1,572 @@
+"""One tiered layer: what transformers sees as a cache layer, and the attention over its two groups.
+
+`update()` only holds the new keys and values and marks them; everything happens when the attention
+function calls `attend()`, which alone knows the query and the mask:
+
+- a prompt, or any multi-token forward, attends densely to the whole history (`_attend_dense`), with
+  the model's own attention function, and then hands every page to the tier its head lives in;
+- a decode step stores its token, attends to the selected pages, and ranks what is due
+  (`_attend_pages`). While K pages cover every row it attends to all of them through the model's own
+  attention function, so results equal the dense cache's bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .config import FlexiCacheConfig
+from .host import HostBudget, HostPages
+from .ranking import is_due
+from .sparse_attention import attend_pages
+from .stable import StableHeads
+from .stats import CacheStats
+from .table import InterruptedForward, PageTable, Step
+from .transfer import QueueFactory
+from .unstable import UnstableHeads
+
+BaseAttention = Callable[..., tuple[Tensor, Tensor | None]]
+"""The model's own attention function: `(module, q, k, v, mask, **kwargs) -> (out, weights)`."""
+
+
+class AttentionNotLinked(RuntimeError):
+    """The model's attention function is not ours, so decode steps would miss pages."""
+
+
+@dataclass
+class Shared:
+    """What the layers of one cache share.
+
+    Attributes:
+        implementation: name of the attention implementation the model uses right now.
+        prefilling: whether generate() is feeding a prompt; None when nobody told.
+        verifying: assisted decoding is running: short multi-token forwards are decode steps.
+    """
+
+    config: FlexiCacheConfig
+    table: PageTable
+    stats: CacheStats
+    budget: HostBudget
+    make_queue: QueueFactory
+    implementation: Callable[[], str | None]
+    prefilling: bool | None = None
+    verifying: bool = False
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """KV heads of a layer that are treated alike: `index` selects them without a copy if it can."""
+
+    heads: Tensor
+    index: slice | Tensor
+
+    @classmethod
+    def of(cls, heads: list[int], device: torch.device) -> HeadGroup:
+        tensor = torch.tensor(heads, dtype=torch.long, device=device)
+        if heads and heads == list(range(heads[0], heads[-1] + 1)):
+            return cls(tensor, slice(heads[0], heads[-1] + 1))
+        return cls(tensor, tensor)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+
+class FlexiCacheLayer(CacheLayerMixin):
+    """Cache layer number `ordinal` among the tiered ones, model layer `index`."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self, shared: Shared, ordinal: int, index: int, unstable_heads: tuple[int, ...], heads: int
+    ) -> None:
+        super().__init__()
+        self.shared, self.ordinal, self.index = shared, ordinal, index
+        self.unstable_heads, self.config_heads = unstable_heads, heads
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.stable: StableHeads | None = None
+        self.unstable: UnstableHeads | None = None
+        self.groups: tuple[HeadGroup, HeadGroup] | None = None
+        self.columns = 0
+        self.rows = 0
+        self.stored: tuple[int, ...] = ()  # tokens of each row that this layer has
+        self.linked = False  # the attention function has reported in
+        self.unanswered = False  # a decode step was given everything, for it had not
+        self.torn = False  # an exception stopped a change midway
+        self.is_initialized = False
+
+    # -- transformers' contract ------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take heads, dimensions, dtype and device from the first keys and values."""
+        shared, config = self.shared, self.shared.config
+        device, heads = key_states.device, key_states.shape[1]
+        unstable = [head for head in self.unstable_heads if head < heads]
+        stable = [head for head in range(heads) if head not in unstable]
+        self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
+        if stable:
+            host = HostPages(
+                len(stable),
+                config.page_size,
+                key_states.shape[-1],
+                value_states.shape[-1],
+                key_states.dtype,
+                pinned=device.type == "cuda",
+                allowance=None,
+            )
+            host.allowance = shared.budget.allowance(host.page_bytes)
+            self.stable = StableHeads(
+                self.groups[0].heads,
+                key_states[:, self.groups[0].index],
+                value_states[:, self.groups[0].index],
+                shared.table,
+                config,
+                shared.make_queue(device),
+                host,
+            )
+        if unstable:
+            self.unstable = UnstableHeads(
+                self.groups[1].heads, key_states, value_states, shared.table, config
+            )
+        self.rows = key_states.shape[0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hold new keys and values `[B, H_kv, q, D]` for the attention function, and mark them.
+
+        Returns them alone once the attention function has reported in; until then everything held,
+        so that a foreign attention function still computes what a dense cache would.
+        """
+        self._check_new(key_states)
+        keys, values = key_states.detach(), value_states.detach()
+        if self.pending is not None:
+            keys = torch.cat([self.pending[0], keys], 2)
+            values = torch.cat([self.pending[1], values], 2)
+        self.pending = (keys, values)
+        # An alias carries the mark: on a tensor we keep it would tie layer and tensor in a cycle,
+        # and device memory would wait for the garbage collector. transformers >= 5.24 also passes
+        # the keyword arguments that the attention function will get.
+        marked = keys.view_as(keys)
+        marked._flexi_layer = self  # type: ignore[attr-defined]
+        if isinstance(passed := kwargs.get("kwargs"), dict):
+            passed["flexi_layer"] = self
+        return marked, values
+
+    def get_seq_length(self) -> int:
+        """Columns cached, padding included, as transformers counts."""
+        return self.columns + (self.pending[0].shape[2] if self.pending is not None else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that masks have to cover: everything, though decode steps
+        read less."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    # The cache moves all layers together, because they share the page table.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("crop the whole cache: FlexiCacheDynamicCache.crop")
+
+    def reset(self) -> None:
+        raise NotImplementedError("reset the whole cache: FlexiCacheDynamicCache.reset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise NotImplementedError("reorder the whole cache: FlexiCacheDynamicCache.reorder_cache")
+
+    def crop_rows(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Follow the table, which was cropped, and copy the pages that rows no longer share."""
+        if not self.is_initialized:
+            return
+        lengths = self.shared.table.lengths
+        with self._changing():
+            if self.unstable is not None:
+                self.unstable.own(copies)
+            if self.stable is not None:
+                self.stable.reserve()
+                for row, (before, after) in enumerate(zip(self.stored, lengths, strict=True)):
+                    if after < before:
+                        self.stable.crop_row(row, before, after)
+        self.stored = lengths
+        self.columns = self.shared.table.columns
+
+    def select_rows(self, rows: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
+        """Follow the table, whose rows are now `rows` of before."""
+        if not self.is_initialized:
+            return
+        with self._changing():
+            if self.unstable is not None:
+                self.unstable.own(copies)
+            if self.stable is not None:
+                self.stable.reserve()
+                device = self.stable.digests.device
+                self.stable.select(torch.tensor(rows, dtype=torch.long, device=device))
+        self.rows = len(rows)
+        self.stored = self.shared.table.lengths
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        base: BaseAttention,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of `query` `[B, H_q, q, D]` over this layer; returns `([B, q, H_q, D_v], weights)`.
+
+        Args:
+            mask: what transformers made for the model's own attention function.
+            base: that function.
+        """
+        if self.pending is None:  # a layer that shares this one's keys and values
+            return self._attend_shared(module, query, mask, base, **kwargs)
+        keys, values = self.pending
+        step = self._enter(query, mask, kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        with self._changing():
+            for group in (self.stable, self.unstable):
+                if group is not None:
+                    group.reserve()
+        if step.decode:
+            out = self._attend_pages(module, query, mask, step, base, **kwargs)
+        else:
+            out = self._attend_dense(module, query, mask, step, base, **kwargs)
+        self.pending = None
+        self.linked = True
+        self.columns = self.shared.table.columns
+        self.shared.table.leave(self.ordinal)
+        return out
+
+    def _attend_dense(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        step: Step,
+        base: BaseAttention,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.pending is not None
+        keys, values = self.pending
+        if self.columns:
+            past_keys, past_values = self._history(step.start, self.columns, keys, values)
+            keys = torch.cat([past_keys, keys], 2)
+            values = torch.cat([past_values, values], 2)
+            del past_keys, past_values
+        out = base(module, query, keys, values, mask, **kwargs)
+        with self._changing():
+            self._store(keys, values, query, step, _scaling(query, kwargs))
+            self.stored = step.lengths
+        return out
+
+    def _attend_pages(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        step: Step,
+        base: BaseAttention,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.pending is not None and self.groups is not None
+        keys, values = self.pending
+        stable, unstable = self.groups
+        stats = self.shared.stats
+        with self._changing():
+            if self.unstable is not None:
+                self.unstable.append(step, keys[:, unstable.index], values[:, unstable.index])
+            if self.stable is not None:
+                written = self.stable.append(step, keys[:, stable.index], values[:, stable.index])
+                stats.add(device_to_host=written)
+            self.stored = step.lengths
+
+        queries = query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, q, D]
+        scaling = _scaling(query, kwargs)
+        early = sorted(self.stable.unranked) if self.stable is not None else []
+        if early:
+            self._rerank(early, queries, step, scaling)
+        if max(step.pages) <= self.shared.config.pages:
+            columns = self.shared.table.columns
+            out, weights = base(
+                module, query, *self._history(step.lengths, columns, keys, values), mask, **kwargs
+            )
+            stats.add(attended=sum(step.pages) * keys.shape[1])
+        else:
+            out, weights = self._sparse(queries, step, scaling, kwargs, values.shape[-1]), None
+        if self.stable is not None:
+            due = [row for row in self._due(step) if row not in early]
+            if due:
+                self._rerank(due, queries, step, scaling)
+        return out, weights
+
+    def _sparse(
+        self, queries: Tensor, step: Step, scaling: float, kwargs: dict[str, Any], value_dim: int
+    ) -> Tensor:
+        """Both groups' attention `[B, q, H_q, D_v]`."""
+        assert self.groups is not None
+        batch, heads, group, tokens, _ = queries.shape
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        if sinks is not None:
+            sinks = sinks.view(heads, group)
+        out = queries.new_empty(batch, heads, group, tokens, value_dim)
+        for where, store in zip(self.groups, (self.stable, self.unstable), strict=True):
+            if store is None:
+                continue
+            part = queries[:, where.index]
+            if isinstance(store, UnstableHeads):
+                keys, values, visible, pages = store.attended(part.flatten(2, 3), step, scaling)
+                self.shared.stats.add(unstable_ranked=batch * len(where))
+            else:
+                keys, values, visible, pages = store.attended(step)
+            out[:, where.index] = attend_pages(
+                part,
+                keys,
+                values,
+                visible,
+                scaling,
+                softcap,
+                None if sinks is None else sinks[where.index],
+            )
+            self.shared.stats.add(attended=pages * batch * len(where))
+        return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+    def _attend_shared(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        base: BaseAttention,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer without keys of its own attends to ours, which this forward has stored already."""
+        step = self.shared.table.step
+        assert step is not None and self.groups is not None and self.is_initialized
+        if step.decode and max(step.pages) > self.shared.config.pages:
+            heads = sum(map(len, self.groups))
+            queries = query.unflatten(1, (heads, -1))
+            value_dim = self._value_dim()
+            scaling = _scaling(query, kwargs)
+            return self._sparse(queries, step, scaling, kwargs, value_dim), None
+        like = query.new_empty(query.shape[0], sum(map(len, self.groups)), 0, query.shape[-1])
+        values = like.new_empty(*like.shape[:3], self._value_dim())
+        keys, values = self._history(step.lengths, self.columns, like, values)
+        return base(module, query, keys, values, mask, **kwargs)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _enter(self, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Step:
+        """The step of this forward; the first layer decides how it is taken and checks it fits."""
+        assert self.pending is not None
+        table, shared = self.shared.table, self.shared
+        if (step := table.current(self.ordinal)) is not None:
+            return step
+        rows, _, new, key_dim = self.pending[0].shape
+        keep = agrees = None
+        if mask is not None:
+            keep, agrees = _read_mask(mask, new, table.lengths)
+        decode = (
+            table.columns > 0
+            and query.shape[2] == new
+            and agrees is not False
+            and not shared.prefilling
+            and (new == 1 or (shared.verifying and new <= shared.config.verify_tokens))
+            and kwargs.get("position_bias") is None
+        )
+        page_bytes = (
+            shared.config.page_size
+            * (key_dim + self.pending[1].shape[3])
+            * self.pending[0].dtype.itemsize
+        )
+        shared.budget.check(table.pages_needed(rows, new, keep), page_bytes)
+        step = table.enter(self.ordinal, rows, new, keep, decode)
+        shared.stats.open(new, decode)
+        return step
+
+    def _store(
+        self, keys: Tensor, values: Tensor, query: Tensor, step: Step, scaling: float
+    ) -> None:
+        """Hand the pages of a dense forward to their tiers; `keys`, `values` `[B, H_kv, C, D]`."""
+        assert self.groups is not None
+        config, table = self.shared.config, self.shared.table
+        stable, unstable = self.groups
+        queries = query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, q, D]
+        for row in range(len(keys)):
+            columns = table.stored_columns(row)
+            if isinstance(columns, Tensor):
+                columns = columns.to(keys.device)
+            row_keys, row_values = keys[row][:, columns], values[row][:, columns]
+            first = step.start[row] // config.page_size
+            new = slice(first * config.page_size, None)
+            if self.unstable is not None:
+                self.unstable.store_row(
+                    row,
+                    first,
+                    row_keys[unstable.index][:, new],
+                    row_values[unstable.index][:, new],
+                )
+            if self.stable is not None:
+                stable_keys, stable_values = row_keys[stable.index], row_values[stable.index]
+                written = self.stable.store_row(
+                    row, first, stable_keys[:, new], stable_values[:, new]
+                )
+                last = step.last[row] if config.first_rank == "prefill" else None
+                chosen = None
+                if last is not None and -last <= query.shape[2]:
+                    chosen = queries[row, stable.index, :, last]
+                self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
+                self.shared.stats.add(
+                    device_to_host=written,
+                    stable_ranked=len(stable) if chosen is not None else 0,
+                )
+
+    def _history(
+        self, lengths: tuple[int, ...], columns: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Everything stored, as the dense cache would lay it out: `[B, H_kv, columns, D]`, zero
+        where padding was. `keys` and `values` give shapes and dtype."""
+        assert self.groups is not None
+        table = self.shared.table
+        full = [new.new_zeros(*new.shape[:2], columns, new.shape[3]) for new in (keys, values)]
+        for row, tokens in enumerate(lengths):
+            where = table.stored_columns(row)
+            where = (
+                slice(where.start, where.start + tokens)
+                if isinstance(where, slice)
+                else (where[:tokens].to(keys.device))
+            )
+            for group, store in zip(self.groups, (self.stable, self.unstable), strict=True):
+                if isinstance(store, StableHeads):
+                    parts = store.row(row, tokens)
+                    self.shared.stats.add(host_to_device=parts[2])
+                elif isinstance(store, UnstableHeads):
+                    parts = (*store.row(row, tokens), 0)
+                else:
+                    continue
+                heads = group.index if isinstance(where, slice) else group.heads[:, None]
+                for target, part in zip(full, parts[:2], strict=True):
+                    target[row][heads, where] = part
+        return full[0], full[1]
+
+    def _rerank(self, rows: list[int], queries: Tensor, step: Step, scaling: float) -> None:
+        assert self.stable is not None and self.groups is not None
+        part = queries[:, self.groups[0].index].flatten(2, 3)
+        with self._changing():
+            promoted = self.stable.rerank(rows, part, step, scaling)
+        self.shared.stats.add(
+            stable_ranked=len(rows) * len(self.groups[0]),
+            promoted=promoted,
+            host_to_device=promoted * self.stable.host.page_bytes,
+        )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """An exception in here leaves the layer half changed; it then refuses to go on."""
+        self.torn = True
+        yield
+        self.torn = False
+
+    def _due(self, step: Step) -> list[int]:
+        config = self.shared.config
+        return [
+            row
+            for row, (before, after) in enumerate(zip(step.steps_before, step.steps, strict=True))
+            if is_due(before, after, self.index, config)
+        ]
+
+    def _value_dim(self) -> int:
+        store = self.stable.working_set if self.stable is not None else self.unstable
+        assert store is not None
+        return store.values.shape[-1]
+
+    def _check_new(self, keys: Tensor) -> None:
+        """Raises, with nothing changed, if these keys cannot follow what is cached."""
+        name = self.shared.implementation()
+        used = self.columns or self.pending is not None
+        if used and (name is None or not name.startswith("flexicache")):
+            raise AttentionNotLinked(
+                f"the model's attention implementation is {name!r}, expected 'flexicache': it was "
+                "changed after this cache was made, and a decode step would miss pages. Nothing is "
+                "lost: call model.set_attn_implementation('flexicache') (or 'flexicache_eager' for "
+                "models without sdpa) and go on."
+            )
+        if self.torn or (self.pending is not None and self.linked):
+            raise InterruptedForward(
+                f"layer {self.index}: the last forward stopped inside this layer. "
+                + (
+                    "Start over with cache.reset()."
+                    if self.torn
+                    else "Take back its tokens with cache.crop(-n), or call cache.reset()."
+                )
+            )
+        if self.pending is not None and self.pending[0].shape[2] and keys.shape[2] == 1:
+            if self.unanswered:
+                raise AttentionNotLinked(
+                    "the attention function of this cache was never called, so the model does not "
+                    "use it: it reads another config object than the one this cache was given. Pass "
+                    "the model itself, FlexiCacheDynamicCache(model), or call "
+                    "model.set_attn_implementation('flexicache')."
+                )
+            self.unanswered = True
+        rows = self.rows or (self.pending[0].shape[0] if self.pending is not None else 0)
+        if rows and keys.shape[0] != rows:
+            raise ValueError(
+                f"batch size is {keys.shape[0]}, but this cache holds {rows} rows. Use a new cache, "
+                "cache.reset(), or change its rows with cache.batch_select_indices() / "
+                "cache.batch_repeat_interleave()."
+            )
+
+
+def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
+    scaling = kwargs.get("scaling")
+    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor | None, bool]:
+    """What a mask says: which new columns are tokens (None for all), and whether it shows exactly
+    what is stored.
+
+    Args:
+        mask: `[B or 1, 1, q, C]` bool or additive (0 where visible), or `[B, C]`.
+        new: the last `new` of the C columns are new.
+        lengths: tokens stored per row.
+    """
+    last = mask if mask.ndim == 2 else mask[:, 0, -1]  # [B, C]: what the last query may see
+    visible = last.bool() if last.dtype == torch.bool or mask.ndim == 2 else last >= 0
+    fresh = visible[:, -new:]
+    counts = visible.sum(-1).tolist()
+    kept = fresh.sum(-1).tolist()
+    if len(counts) == 1 and len(lengths) > 1:  # one mask for all rows
+        counts, kept, fresh = (
+            counts * len(lengths),
+            kept * len(lengths),
+            fresh.expand(len(lengths), -1),
+        )
+    stored = lengths or (0,) * len(counts)
+    if len(stored) == len(counts):
+        for row, (count, mine, held) in enumerate(zip(counts, kept, stored, strict=True)):
+            if count - mine > held:
+                raise ValueError(
+                    f"attention_mask shows {count - mine} earlier tokens in row {row}, but the cache "
+                    f"holds {held}: tokens that were padding when they were fed are not stored"
+                )
+    all_kept = min(kept) == new
+    agrees = all_kept and all(c - new == held for c, held in zip(counts, stored))
+    return (None if all_kept else fresh.cpu()), agrees

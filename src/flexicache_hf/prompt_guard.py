@@ -1,0 +1,69 @@
+"""What generate() knows and a cache does not: where the prompt ends, and which text is cached.
+
+A cache sees keys, never token ids, so it cannot tell a continued conversation from an unrelated
+prompt, nor a prompt's last one-token chunk from a decode step. `prepare_inputs_for_generation`
+sees both, before every forward. The guard wraps that method on one model object; it only watches,
+and only caches of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def guard_prompts(model: Any) -> None:
+    """Watch the prompts that `model.generate` feeds to our caches; does nothing the second time."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if prepare is None or "prepare_inputs_for_generation" in vars(model):
+        return
+    # a partial over the model, not a closure: copy.deepcopy(model) then guards the copy
+    watching = partial(_prepare, model)
+    watching.__signature__ = inspect.signature(prepare)  # type: ignore[attr-defined]
+    model.prepare_inputs_for_generation = watching
+
+
+def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    from .cache import FlexiCacheDynamicCache
+
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, FlexiCacheDynamicCache):
+        first = bool(kwargs.get("is_first_iteration"))
+        cache._shared.prefilling = first
+        if input_ids is not None and kwargs.get("inputs_embeds") is None:
+            _check_continues(cache, input_ids, kwargs.get("attention_mask"), first)
+    prepare = type(model).prepare_inputs_for_generation
+    return prepare(model, input_ids, *args, **kwargs)
+
+
+def _check_continues(cache: Any, ids: Tensor, mask: Tensor | None, first: bool) -> None:
+    """Raises ValueError unless `ids` continue the cached text; remembers them."""
+    held = cache.get_seq_length()
+    known = cache._prompt_ids
+    whole = mask is None or mask.shape[-1] == ids.shape[1]
+    if first and held and whole:
+        if known is not None and len(known) != len(ids):
+            raise ValueError(
+                f"the prompt has {len(ids)} rows, but the cache holds {len(known)}: use a new "
+                "cache, or cache.reset()"
+            )
+        if ids.shape[1] <= held:
+            raise ValueError(
+                f"the prompt has {ids.shape[1]} tokens, but the cache already holds {held}: pass "
+                "the whole text so far and the new part, or use a new cache, or cache.reset()"
+            )
+        if known is not None and not torch.equal(known[:, :held].to(ids.device), ids[:, :held]):
+            raise ValueError(
+                f"the prompt does not begin with the {held} tokens this cache holds: it belongs to "
+                "another text. Use a new cache, or cache.reset()"
+            )
+    if whole:
+        cache._prompt_ids = ids
+    elif known is not None and len(known) == len(ids) and known.shape[1] >= held:
+        cache._prompt_ids = torch.cat([known[:, :held], ids], 1)  # only the new part was passed
+    else:
+        cache._prompt_ids = None

@@ -1,0 +1,105 @@
+"""What the cache did and what it holds: counters per decode step, and bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+KEPT_STEPS = 4096
+
+
+@dataclass
+class StepStats:
+    """Counters of one forward, summed over layers, heads and rows.
+
+    Attributes:
+        tokens: new tokens per row, padding included.
+        stable_ranked, unstable_ranked: heads that ranked.
+        promoted: pages copied from the host into slots because a ranking selected them.
+        host_to_device, device_to_host: bytes moved, for whatever reason.
+        attended: pages attended to, summed over heads.
+    """
+
+    tokens: int = 0
+    decode: bool = False
+    stable_ranked: int = 0
+    unstable_ranked: int = 0
+    promoted: int = 0
+    host_to_device: int = 0
+    device_to_host: int = 0
+    attended: int = 0
+
+
+@dataclass
+class CacheStats:
+    """Totals over the life of the cache, and the latest steps one by one (oldest first)."""
+
+    total: StepStats = field(default_factory=StepStats)
+    forwards: int = 0
+    decode_steps: int = 0
+    steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+
+    def open(self, tokens: int, decode: bool) -> None:
+        """A forward begins."""
+        self.steps.append(StepStats(tokens=tokens, decode=decode))
+        self.forwards += 1
+        self.decode_steps += decode
+        self.total.tokens += tokens
+
+    def add(self, **counts: int) -> None:
+        """Count for the current forward."""
+        for name, count in counts.items():
+            for record in (self.steps[-1], self.total):
+                setattr(record, name, getattr(record, name) + count)
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = asdict(self.total)
+        del totals["decode"]
+        return totals | {"forwards": self.forwards, "decode_steps": self.decode_steps}
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """Bytes allocated, slack included.
+
+    Attributes:
+        resident_pages: all pages of unstable heads, on the device.
+        working_set: slots of stable heads, on the device.
+        metadata: page digests of all heads, on the device.
+        tables: page table and slot maps, on the device.
+        other_layers: layers that are not tiered (sliding windows, ...), on the device.
+        in_flight: keys and values of a prompt that a layer holds until its attention is done.
+        host: host pages.
+        dense_equivalent: what transformers' DynamicCache would hold for the same tokens, padding
+            included.
+    """
+
+    resident_pages: int
+    working_set: int
+    metadata: int
+    tables: int
+    other_layers: int
+    in_flight: int
+    host: int
+    dense_equivalent: int
+
+    @property
+    def device(self) -> int:
+        """All device bytes."""
+        return (
+            self.resident_pages
+            + self.working_set
+            + self.metadata
+            + self.tables
+            + self.other_layers
+            + self.in_flight
+        )
+
+    @property
+    def device_fraction(self) -> float:
+        """Device bytes over the dense cache's."""
+        return self.device / self.dense_equivalent if self.dense_equivalent else 0.0
+
+    def to_dict(self) -> dict[str, int | float]:
+        return asdict(self) | {"device": self.device, "device_fraction": self.device_fraction}

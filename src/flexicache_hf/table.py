@@ -1,0 +1,309 @@
+"""The page table: one for all layers and heads, because they all see the same pages at the same time.
+
+A *page* is `page_size` consecutive tokens of one row (one sequence of the batch). The table gives
+every page a page id; each layer stores the page's keys and values under that id, in whatever tier its heads
+live. Full pages never change, so rows that share a prefix (beams, samples) share their ids; a page
+still being filled belongs to one row. Padding is never stored: the table maps the *columns* that
+transformers counts (`get_seq_length`, masks) to the tokens of each row.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+class InterruptedForward(RuntimeError):
+    """A forward pass stopped between two layers, so the layers disagree about what is cached."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass over new tokens, as every layer sees it.
+
+    Attributes:
+        columns: new columns, padding included.
+        start: tokens each row held before.
+        lengths: tokens each row holds after.
+        decode: the new tokens attend sparsely and count as decode steps.
+        steps_before, steps: decode steps of each row since its last prompt token, before and after.
+        last: where each row's last new token is, counted from the end (-1 is the last column); None
+            if all its new columns are padding.
+    """
+
+    columns: int
+    start: tuple[int, ...]
+    lengths: tuple[int, ...]
+    decode: bool
+    steps_before: tuple[int, ...]
+    steps: tuple[int, ...]
+    last: tuple[int | None, ...]
+    page_size: int
+    _cached: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def uniform(self) -> bool:
+        """All rows are equally long, and one token is new: no masks are needed."""
+        return self.columns == 1 and min(self.lengths) == max(self.lengths)
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages per row, the newest included."""
+        return [-(-length // self.page_size) for length in self.lengths]
+
+    @property
+    def settled(self) -> list[int]:
+        """Per row, pages before the first one that holds a new token."""
+        return [start // self.page_size for start in self.start]
+
+    def filled(self) -> Iterator[tuple[int, int]]:
+        """`(row, page)` of every page that became full in this step."""
+        for row, (start, length) in enumerate(zip(self.start, self.lengths, strict=True)):
+            for page in range(start // self.page_size, length // self.page_size):
+                yield row, page
+
+    def new_positions(self, device: torch.device) -> Tensor:
+        """`[B, q]` token positions within the row; only for steps without padding."""
+
+        def make() -> Tensor:
+            start = torch.tensor(self.start, device=device)
+            return start[:, None] + torch.arange(self.columns, device=device)
+
+        return self.once(("positions", device), make)
+
+    def newest_pages(self, device: torch.device) -> Tensor:
+        """`[B, n]` pages that hold new tokens, -1 where a row has fewer."""
+
+        def make() -> Tensor:
+            most = max(p - s for p, s in zip(self.pages, self.settled, strict=True))
+            numbers = torch.tensor(self.settled)[:, None] + torch.arange(most)
+            missing = numbers >= torch.tensor(self.pages)[:, None]
+            return numbers.masked_fill_(missing, -1).to(device)
+
+        return self.once(("newest", device), make)
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        """What all layers of a step share is computed by the first that needs it."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
+
+
+class PageTable:
+    """Rows, their pages, and how far each layer has come. Sizes in tokens unless named pages."""
+
+    def __init__(self, page_size: int, layers: int) -> None:
+        self.page_size = page_size
+        self.progress = [0] * layers  # forwards that each tiered layer has completed
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.columns = 0
+        self.forwards = 0
+        self.step: Step | None = None
+        self.pages: list[list[int]] = []  # row -> page ids
+        self.lengths: tuple[int, ...] = ()
+        self.prompts: tuple[int, ...] = ()  # tokens at the end of each row's last prompt
+        self.padding: list[list[tuple[int, int]]] = []  # row -> column ranges never stored
+        self.references: list[int] = []  # page id -> rows that hold it
+        self._free: list[int] = []
+        self._ids: dict[torch.device, Tensor] = {}
+        self.progress[:] = [0] * len(self.progress)
+
+    @property
+    def rows(self) -> int:
+        return len(self.pages)
+
+    @property
+    def capacity(self) -> int:
+        """Page ids in use or free: what the pools of a layer must hold."""
+        return len(self.references)
+
+    def ids(self, device: torch.device) -> Tensor:
+        """`[B, N]` page ids of every row, short rows filled with 0."""
+        if device not in self._ids:
+            most = max(map(len, self.pages), default=0)
+            padded = [row + [0] * (most - len(row)) for row in self.pages]
+            self._ids[device] = torch.tensor(padded, dtype=torch.long).to(device)
+        return self._ids[device]
+
+    def nbytes(self) -> int:
+        """Bytes of the table's copies on devices."""
+        return sum(ids.untyped_storage().nbytes() for ids in self._ids.values())
+
+    # -- growing ---------------------------------------------------------------------------------
+
+    def current(self, layer: int) -> Step | None:
+        """The step of the forward pass that `layer` is in, if an earlier layer has opened it."""
+        return self.step if self.progress[layer] + 1 == self.forwards else None
+
+    def enter(self, layer: int, rows: int, columns: int, keep: Tensor | None, decode: bool) -> Step:
+        """Open the step of a new forward pass; its first layer does.
+
+        Args:
+            layer: which tiered layer it is.
+            rows: batch size B of this forward.
+            columns: new columns q.
+            keep: `[B, q]` bool on the CPU, False for padding; None keeps all.
+            decode: see `Step`.
+        """
+        if any(done != self.forwards for done in self.progress):
+            raise InterruptedForward(
+                f"layer {layer} begins forward {self.forwards + 1}, but an earlier one stopped "
+                f"midway (forwards completed per layer: {self.progress}). Take back its tokens with "
+                "cache.crop(-n), or start over with cache.reset()."
+            )
+        if not self.pages:
+            self.pages = [[] for _ in range(rows)]
+            self.padding = [[] for _ in range(rows)]
+            self.lengths = self.prompts = (0,) * rows
+        self.step = self._advance(columns, keep, decode)
+        self.forwards += 1
+        return self.step
+
+    def leave(self, layer: int) -> None:
+        """`layer` has stored everything of the current step."""
+        self.progress[layer] = self.forwards
+
+    def pages_needed(self, rows: int, columns: int, keep: Tensor | None) -> int:
+        """Capacity after a step of `columns`, without taking it."""
+        new = keep.sum(-1).tolist() if keep is not None else [columns] * rows
+        lengths = self.lengths or (0,) * len(new)
+        held = [len(pages) for pages in self.pages] or [0] * len(new)
+        opened = sum(
+            max(-(-(n + more) // self.page_size) - h, 0)
+            for n, more, h in zip(lengths, new, held, strict=True)
+        )
+        return self.capacity + max(opened - len(self._free), 0)
+
+    def _advance(self, columns: int, keep: Tensor | None, decode: bool) -> Step:
+        kept = [columns] * self.rows
+        last: list[int | None] = [-1] * self.rows
+        if keep is not None:
+            kept = keep.sum(-1).tolist()
+            for row, mask in enumerate(keep.tolist()):
+                self._note_padding(row, mask)
+                last[row] = -1 - mask[::-1].index(True) if True in mask else None
+        start = self.lengths
+        lengths = tuple(n + new for n, new in zip(start, kept, strict=True))
+        for pages, length in zip(self.pages, lengths, strict=True):
+            while len(pages) * self.page_size < length:
+                pages.append(self._take())
+                self._ids.clear()
+        before = tuple(n - p for n, p in zip(start, self.prompts, strict=True))
+        if not decode:
+            self.prompts = lengths
+        after = tuple(n - p for n, p in zip(lengths, self.prompts, strict=True))
+        self.columns += columns
+        self.lengths = lengths
+        return Step(columns, start, lengths, decode, before, after, tuple(last), self.page_size)
+
+    def _note_padding(self, row: int, mask: list[bool]) -> None:
+        edges = [True, *mask, True]
+        at = self.columns - 1
+        begin = 0
+        for offset, (left, right) in enumerate(pairwise(edges)):
+            if left and not right:
+                begin = at + offset + 1
+            elif right and not left:
+                ranges = self.padding[row]
+                if ranges and ranges[-1][1] == begin:
+                    begin = ranges.pop()[0]
+                ranges.append((begin, at + offset + 1))
+
+    def _take(self) -> int:
+        if self._free:
+            page = heapq.heappop(self._free)
+            self.references[page] = 1
+            return page
+        self.references.append(1)
+        return len(self.references) - 1
+
+    def _drop(self, page: int) -> None:
+        self.references[page] -= 1
+        if not self.references[page]:
+            heapq.heappush(self._free, page)
+
+    # -- shrinking and rearranging ---------------------------------------------------------------
+
+    def crop(self, columns: int) -> list[tuple[int, int]]:
+        """Keep the first `columns` columns; returns `(source, target)` page copies the layers owe.
+
+        A copy is owed when a page that other rows share is cut: its row gets a page of its own.
+        """
+        if self.step is not None and any(done < self.forwards for done in self.progress):
+            safe = self.columns - self.step.columns
+            if columns > safe:
+                raise InterruptedForward(
+                    f"the last forward of {self.step.columns} tokens stopped midway; crop at least "
+                    f"those: at most {safe} of {self.columns} tokens can stay, found {columns}"
+                )
+        copies = []
+        lengths = []
+        for row, pages in enumerate(self.pages):
+            ranges = [(a, min(b, columns)) for a, b in self.padding[row] if a < columns]
+            self.padding[row] = ranges
+            length = columns - sum(b - a for a, b in ranges)
+            lengths.append(length)
+            count = -(-length // self.page_size)
+            for page in pages[count:]:
+                self._drop(page)
+            del pages[count:]
+            if length % self.page_size and self.references[pages[-1]] > 1:
+                copies.append((pages[-1], self._own_last(row)))
+        self.columns = columns
+        self.lengths = tuple(lengths)
+        self.prompts = tuple(map(min, self.prompts, lengths))
+        self._settle()
+        return copies
+
+    def select(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Make the rows `[rows[i] for i in indices]`; returns the page copies the layers owe."""
+        old = self.pages
+        self.pages = [list(old[i]) for i in indices]
+        for pages in self.pages:
+            for page in pages:
+                self.references[page] += 1
+        for pages in old:
+            for page in pages:
+                self._drop(page)
+        self.padding = [list(self.padding[i]) for i in indices]
+        self.lengths = tuple(self.lengths[i] for i in indices)
+        self.prompts = tuple(self.prompts[i] for i in indices)
+        copies = []
+        for row, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
+            if length % self.page_size and self.references[pages[-1]] > 1:
+                copies.append((pages[-1], self._own_last(row)))
+        self._settle()
+        return copies
+
+    def _own_last(self, row: int) -> int:
+        self._drop(self.pages[row][-1])
+        self.pages[row][-1] = self._take()
+        return self.pages[row][-1]
+
+    def _settle(self) -> None:
+        """All layers agree again: they were all told of the change."""
+        self._ids.clear()
+        self.step = None
+        self.progress[:] = [self.forwards] * len(self.progress)
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    def stored_columns(self, row: int) -> slice | Tensor:
+        """The columns of `row` that are stored, in order: a slice when they are consecutive."""
+        ranges = self.padding[row]
+        if not ranges:
+            return slice(0, self.columns)
+        if len(ranges) == 1 and ranges[0][0] == 0:
+            return slice(ranges[0][1], self.columns)
+        stored = torch.ones(self.columns, dtype=torch.bool)
+        for begin, end in ranges:
+            stored[begin:end] = False
+        return stored.nonzero().squeeze(-1)
