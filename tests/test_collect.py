@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from flexicache_hf import collect as module
+from flexicache_hf.attention import use_flexicache
 from flexicache_hf.collect import (
     CollectSettings,
     PageRecorder,
@@ -135,6 +136,18 @@ def test_the_model_generates_the_same_while_recorded_and_is_restored(attention):
             recording(other, PageRecorder(settings, 40)),
         ):
             pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_a_flexicache_was_made_for_is_recorded_alike(attention):
+    settings = CollectSettings(top_k=4, page_sizes=(4,), steps=6)
+    before = record_generation(tiny(attention), prompt(40), settings, TEXT)
+    used = tiny(attention)
+    use_flexicache(used.config)
+    name = used.config._attn_implementation
+    after = record_generation(used, prompt(40), settings, TEXT)
+    assert used.config._attn_implementation == name != attention
+    assert torch.equal(before.pages[4], after.pages[4])
 
 
 def test_end_of_sequence_never_stops_a_recording():

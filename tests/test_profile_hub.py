@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer, Repository
 from transformers import LlamaConfig
 
 from flexicache_hf.profile import FILE_NAME, HeadProfile
-from tests.hub_server import HubServer, Repository
 
 REPO = "someone/small-head-profile"
 
@@ -44,42 +44,80 @@ def config(**changes):
     return result
 
 
-@pytest.fixture
-def hub(tmp_path):
+WORKER = """
+import contextlib, io, json, os, sys
+from flexicache_hf.profile import HeadProfile
+for line in sys.stdin:
+    request, out = json.loads(line), io.StringIO()
+    os.environ.update(request["environment"])
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(request["code"], {"HeadProfile": HeadProfile})
+        answer = {"out": out.getvalue().strip()}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    for name in request["environment"]:
+        del os.environ[name]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Client:
+    """A process that knows one Hub only: huggingface_hub reads its settings when it is imported."""
+
+    def __init__(self, **environment):
+        others = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        fixed = {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            env={**others, **fixed, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __call__(self, code, *, ok=True, **environment):
+        """What `code` prints or, where it is not `ok`, its error."""
+        self._process.stdin.write(json.dumps({"code": code, "environment": environment}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert ("out" in answer) is ok, answer
+        return answer["out" if ok else "error"]
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def hub():
     with HubServer() as server:
         yield server
 
 
+@pytest.fixture(scope="module")
+def clients(hub, tmp_path_factory):
+    """Clients that share a cache: one online, one told to be offline, one whose Hub is gone."""
+    home = str(tmp_path_factory.mktemp("hf"))
+    made = {
+        "online": Client(HF_ENDPOINT=hub.url, HF_HOME=home),
+        "offline": Client(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_OFFLINE="1"),
+        "cut off": Client(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=home),
+    }
+    yield made
+    for each in made.values():
+        each.close()
+
+
 @pytest.fixture
-def client(hub, tmp_path):
-    """Runs code in a fresh process that knows this Hub only; prints come back."""
-
-    def run(code, *, ok=True, **environment):
-        variables = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))},
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "OMP_NUM_THREADS": "1",
-            "NO_PROXY": "127.0.0.1",
-            **environment,
-        }
-        prelude = "from flexicache_hf.profile import HeadProfile\n"
-        done = subprocess.run(
-            [sys.executable, "-c", prelude + code],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (done.returncode == 0) is ok, done.stderr
-        return done.stdout.strip() if ok else done.stderr.strip().splitlines()[-1]
-
-    return run
+def client(clients):
+    return clients["online"]
 
 
-def test_push_then_load_by_revision_then_offline(hub, client, tmp_path):
+def test_push_then_load_by_revision_then_offline(hub, clients, tmp_path):
+    client, offline = clients["online"], clients["offline"]
     path = profile().save_pretrained(tmp_path / "local")
     push = f"print(HeadProfile.from_pretrained({str(path)!r}).push_to_hub({REPO!r}, private=True))"
     first = client(push, HF_TOKEN=hub.token)
@@ -108,25 +146,25 @@ def test_push_then_load_by_revision_then_offline(hub, client, tmp_path):
 
     # Offline: both come from the cache, and the server is not asked.
     asked = len(hub.requests)
-    assert client(show.format(REPO, None), HF_HUB_OFFLINE="1") == "((0, 0), (1, 2))"
-    assert client(show.format(REPO, sha), HF_HUB_OFFLINE="1") == "((0, 1), (1, 2))"
+    assert offline(show.format(REPO, None)) == "((0, 0), (1, 2))"
+    assert offline(show.format(REPO, sha)) == "((0, 1), (1, 2))"
     assert len(hub.requests) == asked
 
 
 @pytest.mark.parametrize(
-    ("repo", "revision", "environment", "message"),
+    ("repo", "revision", "kind", "message"),
     [
-        ("someone/absent", None, {}, "neither a local path nor a Hub repository"),
-        ("someone/plain", None, {}, f"someone/plain has no {FILE_NAME}; upload one"),
-        ("someone/plain", "v9", {}, "no revision 'v9'"),
-        ("someone/plain", None, {"HF_HUB_OFFLINE": "1"}, "not in the local cache; load it once"),
-        ("not a name", None, {}, "neither a file, nor a directory, nor the id"),
-        ("someone/hidden", None, {}, "log in if it is private"),
-        ("someone/broken", None, {}, "profile.num_layers is 0, expected a whole number"),
-        ("someone/newer", None, {}, "profile.schema is 99, expected 1 to 2; a newer schema"),
+        ("someone/absent", None, "online", "neither a local path nor a Hub repository"),
+        ("someone/plain", None, "online", f"someone/plain has no {FILE_NAME}; upload one"),
+        ("someone/plain", "v9", "online", "no revision 'v9'"),
+        ("someone/plain", None, "offline", "not in the local cache; load it once"),
+        ("not a name", None, "online", "neither a file, nor a directory, nor the id"),
+        ("someone/hidden", None, "online", "log in if it is private"),
+        ("someone/broken", None, "online", "profile.num_layers is 0, expected a whole number"),
+        ("someone/newer", None, "online", "profile.schema is 99, expected 1 to 2; a newer schema"),
     ],
 )
-def test_every_failure_says_what_to_do(hub, client, repo, revision, environment, message):
+def test_every_failure_says_what_to_do(hub, clients, repo, revision, kind, message):
     hub.repositories["someone/plain"] = Repository()
     hub.repositories["someone/plain"].commit({"README.md": b"nothing"})
     hub.repositories["someone/hidden"] = Repository(private=True)
@@ -135,7 +173,7 @@ def test_every_failure_says_what_to_do(hub, client, repo, revision, environment,
         hub.repositories[f"someone/{name}"] = Repository()
         hub.repositories[f"someone/{name}"].commit({FILE_NAME: json.dumps(document).encode()})
     code = f"HeadProfile.from_pretrained({repo!r}, revision={revision!r})"
-    assert message in client(code, ok=False, **environment)
+    assert message in clients[kind](code, ok=False)
 
 
 def test_for_model_asks_the_models_repository_then_the_convention_and_remembers(hub, client):
@@ -160,11 +198,11 @@ def test_for_model_asks_the_models_repository_then_the_convention_and_remembers(
     assert client(find.replace("someone/small", "someone/other"), **variable) == "((1, 0),)"
 
 
-def test_for_model_without_a_connection_finds_none(client, hub):
-    find = "print(HeadProfile.for_model('someone/small'))"
-    assert client(find, HF_HUB_OFFLINE="1") == "None"
-    assert client(find, HF_ENDPOINT="http://127.0.0.1:9") == "None"
-    assert hub.requests == []
+@pytest.mark.parametrize("kind", ["offline", "cut off"])
+def test_for_model_without_a_connection_finds_none(hub, clients, kind):
+    asked = len(hub.requests)
+    assert clients[kind]("print(HeadProfile.for_model('someone/unseen'))") == "None"
+    assert len(hub.requests) == asked
 
 
 def test_for_model_beside_a_local_model(tmp_path):

@@ -28,6 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .texts import Text, prompt_ids
 
 FORMAT = "flexicache-page-sets-1"
+# attention implementation -> our name while recording (free of words transformers reacts to)
+WRAPPED = {
+    "sdpa": "flexicache_record",
+    "eager": "flexicache_record_eager",
+    "flexicache": "flexicache_record_2",
+    "flexicache_eager": "flexicache_record_2_eager",
+}
 
 
 @dataclass(frozen=True)
@@ -157,12 +164,12 @@ def recording(model: Any, recorder: PageRecorder) -> Iterator[None]:
     """
     config = model.config.get_text_config(decoder=True)
     base = config._attn_implementation
-    if base not in ("sdpa", "eager"):
+    if base not in WRAPPED:
         raise ValueError(
             f"attn_implementation is {base!r}, but recording needs 'sdpa' or 'eager'; load the "
             "model with attn_implementation='sdpa'"
         )
-    name = f"flexicache_record_{'fused' if base == 'sdpa' else base}"
+    name = WRAPPED[base]
     if name in ALL_ATTENTION_FUNCTIONS:
         raise RuntimeError("another recording is going on in this process; finish that one first")
 
@@ -188,7 +195,7 @@ def _base_attention(base: str, module: Any) -> Callable[..., Any]:
         function = sys.modules[type(module).__module__].eager_attention_forward
     else:
         function = ALL_ATTENTION_FUNCTIONS[base]
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 @torch.no_grad()

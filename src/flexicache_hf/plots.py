@@ -3,6 +3,7 @@ grey printing; unstable heads are also marked by shape."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def stability_map(stability: Sequence[Sequence[float | None]], unstable: Heads, 
     layers, heads = len(values), len(values[0])
     figure, axes = _figure(max(6.4, 0.24 * layers + 1.6), max(1.9, 0.26 * heads + 1.3))
     columns = [list(column) for column in zip(*values)]
-    image = axes.imshow(columns, cmap=MAP, aspect="auto", vmin=_floor(values), vmax=1)
+    image = axes.imshow(columns, cmap=MAP, aspect="auto", **_range(values))
     if unstable:
         x, y = zip(*unstable)
         axes.scatter(x, y, s=26, c="white", edgecolors="black", linewidths=0.8, label="unstable")
@@ -50,7 +51,7 @@ def offset_plot(curves: Any, unstable: Heads, path: Path) -> Path:
     ):
         lines = groups[is_unstable]
         for line in lines:
-            axes.plot(offsets, line, dash, color=colour, alpha=0.22, linewidth=0.8)
+            axes.plot(offsets, line, dash, color=colour, alpha=0.3, linewidth=0.8)
         if lines:
             mean = [sum(values) / len(values) for values in zip(*lines)]
             label = f"mean of {len(lines)} {name} heads"
@@ -107,7 +108,7 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
-def _floor(values: Sequence[Sequence[float]]) -> float:
-    """A tenth below the lowest value, on tenths: differences stay visible."""
-    lowest = min((v for row in values for v in row if v == v), default=0.0)
-    return max(0.0, int(lowest * 10) / 10)
+def _range(values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Colour range on tenths around the values, so that differences stay visible."""
+    found = [v for row in values for v in row if v == v] or [0.0, 1.0]
+    return {"vmin": math.floor(min(found) * 10) / 10, "vmax": math.ceil(max(found) * 10) / 10}

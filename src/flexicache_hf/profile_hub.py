@@ -8,7 +8,13 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HFValidationError,
@@ -19,6 +25,7 @@ from huggingface_hub.errors import (
 
 from .profile import FILE_NAME, HeadProfile
 
+LOOK_UP_SECONDS = 5.0
 NAMESPACE_VARIABLE = "FLEXICACHE_PROFILE_NAMESPACE"
 
 
@@ -135,8 +142,21 @@ def _on_hub(name: str) -> HeadProfile | None:
             continue
         if cached is not None and not isinstance(cached, str):
             continue  # the Hub has said that this repository has none
+        if cached is None and not _worth_asking(repo_id):
+            continue
         try:
             return HeadProfile.from_pretrained(cached or repo_id)
-        except OSError:  # no such repository or file, no connection: no profile
+        except FileNotFoundError:  # which leaves a note in the cache
             continue
     return None
+
+
+def _worth_asking(repo_id: str) -> bool:
+    """Whether the Hub answers and knows the repository; a download would retry for long."""
+    try:
+        get_hf_file_metadata(hf_hub_url(repo_id, FILE_NAME), timeout=LOOK_UP_SECONDS)
+    except EntryNotFoundError:
+        return True
+    except Exception:  # unknown or closed repository, no connection: the transport's errors differ
+        return False  # between versions of huggingface_hub
+    return True
