@@ -10,6 +10,7 @@ import pytest
 from hub_server import HubServer, Repository
 from transformers import LlamaConfig
 
+from flexicache_hf import FlexiCacheDynamicCache
 from flexicache_hf.profile import FILE_NAME, HeadProfile
 
 REPO = "someone/small-head-profile"
@@ -219,3 +220,33 @@ def test_for_model_beside_a_local_model(tmp_path):
 def test_a_directory_without_a_profile(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no {FILE_NAME} in the directory"):
         HeadProfile.from_pretrained(tmp_path)
+
+
+def smollm2_config():
+    config = LlamaConfig(
+        num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576
+    )
+    config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    return config
+
+
+def test_the_bundled_profile_is_found_by_id_and_by_config():
+    found = HeadProfile.for_model("HuggingFaceTB/SmolLM2-135M-Instruct", hub=False)
+    assert HeadProfile.for_model(smollm2_config(), hub=False) == found
+    assert HeadProfile.for_model("huggingfacetb/smollm2-135m-instruct", hub=False) == found
+    assert len(found.unstable_heads) == round(0.25 * 90)
+    assert found.with_unstable_fraction(0.25).unstable_heads == found.unstable_heads
+    assert len(found.task_heads) >= 6
+    assert HeadProfile.for_model("HuggingFaceTB/SmolLM2-360M-Instruct", hub=False) is None
+    other = smollm2_config()
+    other.num_key_value_heads = 9
+    with pytest.raises(ValueError, match="num_kv_heads is 3, but the model has 9"):
+        HeadProfile.for_model(other, hub=False)
+
+
+@pytest.mark.model
+def test_the_bundled_profile_fits_the_embedded_model(smollm2):
+    model, _ = smollm2
+    profile = HeadProfile.for_model(model)
+    assert profile.model_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert FlexiCacheDynamicCache(model, profile).profile == profile
