@@ -66,6 +66,7 @@ def collect_arguments(model_dir, prompts, out, documents="2"):
 
 
 def test_from_prompts_to_a_shown_profile(model_dir, prompts, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     records, out = tmp_path / "records", tmp_path / "out"
     assert main(collect_arguments(model_dir, prompts, records)) == 0
     assert "4/4 b/0003" in capsys.readouterr().err
@@ -96,6 +97,7 @@ def test_from_prompts_to_a_shown_profile(model_dir, prompts, tmp_path, capsys):
 
 
 def test_two_processes_share_the_documents(model_dir, prompts, tmp_path):
+    pytest.importorskip("accelerate")
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert main(collect_arguments(model_dir, prompts, alone, "3")) == 0
     launch = [
@@ -121,6 +123,7 @@ def test_two_processes_share_the_documents(model_dir, prompts, tmp_path):
 
 
 def test_a_dataset_on_disk(model_dir, tmp_path):
+    pytest.importorskip("datasets")
     lines = [json.dumps({"text": f"w{i} " * 70}) for i in range(2, 6)]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))

@@ -118,6 +118,7 @@ def client(clients):
 
 
 def test_push_then_load_by_revision_then_offline(hub, clients, tmp_path):
+    pytest.importorskip("matplotlib")
     client, offline = clients["online"], clients["offline"]
     path = profile().save_pretrained(tmp_path / "local")
     push = f"print(HeadProfile.from_pretrained({str(path)!r}).push_to_hub({REPO!r}, private=True))"
