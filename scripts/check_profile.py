@@ -1,17 +1,20 @@
 """Do the profile's heads matter? Teacher-forced KL to dense with four choices of unstable heads.
 
-The dense model continues each held-out document greedily; the cache is then fed the same tokens and
+The dense model continues each held-out document greedily; every choice is fed the same tokens, and
 its next-token distributions are compared step by step. All choices have the same budget and (but
-for `none`) the same number of unstable heads:
+for `none`) the same number of unstable heads, and follow the paper's rules (the `paper` preset):
 
     profile      the heads the profile names
     random       as many at random, the mean of `--draws` draws, other ones for every document
     most_stable  as many from the other end of the profile's ranking
     none         no unstable head
 
-    python scripts/check_profile.py --out results.jsonl --leval gov_report_summ patent_summ --skip 4
+    python scripts/check_profile.py --out results.jsonl --leval gov_report_summ patent_summ --skip 6
 
-Rows already in the file are not measured again. `--report` only prints the tables.
+All choices of a document are decoded in one batch, with the selection as masks (page_masks.py).
+`--cache N` measures the first N documents again through FlexiCacheDynamicCache itself; the report
+then says how far the two differ. Rows already in the file are not measured again; `--report` only
+prints the tables.
 """
 
 from __future__ import annotations
@@ -26,12 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from page_masks import Variant, compare_variants
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, HeadProfile
 from flexicache_hf.embedded import load_model
 from flexicache_hf.texts import data_dir, leval, prompt_ids, select
-
-PRESETS = {"paper": FlexiCacheConfig.paper, "default": FlexiCacheConfig}
 
 
 def choices(profile: HeadProfile, draws: int, seed: str) -> dict[str, list[tuple[int, int]]]:
@@ -95,35 +97,37 @@ def measure(args: argparse.Namespace) -> None:
     done = {key(row) for row in rows(args.out)}
     for count, text in enumerate(texts):
         document = f"{text.task}/{text.name}"
-        prompt = torch.tensor([prompt_ids(tokenizer, text, args.prompt_tokens)])
-        wanted = [
-            {
-                "document": f"{text.task}/{text.name}",
-                "preset": preset,
-                "budget": budget,
-                "set": name,
-            }
-            for preset in args.presets
-            for budget in args.budgets
-            for name in choices(profile, args.draws, "")
-        ]
-        if all(key(row) in done for row in wanted):
-            continue
-        tokens, dense = dense_run(model, prompt, args.steps)
+        ids = prompt_ids(tokenizer, text, args.prompt_tokens)
+        prompt = torch.tensor([ids])
         heads = choices(profile, args.draws, document)
-        for row in wanted:
-            if key(row) in done:
-                continue
-            cache = FlexiCacheDynamicCache(
-                model,
-                HeadProfile.from_unstable_heads(model.config, heads[row["set"]]),
-                config=PRESETS[row["preset"]](token_budget=row["budget"]),
-            )
-            kl, top1 = compare(model, cache, prompt, tokens, dense)
-            row |= {"kl": kl, "top1": top1, "prompt_tokens": prompt.shape[1], "steps": args.steps}
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        facts = {"document": document, "prompt_tokens": len(ids), "steps": args.steps}
+        wanted = [
+            {**facts, "budget": budget, "set": name, "through": "masks"}
+            for budget in args.budgets
+            for name in heads
+        ]
+        todo = [row for row in wanted if key(row) not in done]
+        if todo:
+            variants = [Variant(frozenset(heads[row["set"]]), row["budget"] // 16) for row in todo]
+            found = compare_variants(model, prompt, variants, args.steps)
+            save(args.out, todo, found)
+        todo = [row for row in ({**w, "through": "cache"} for w in wanted) if key(row) not in done]
+        if todo and count < args.cache:
+            tokens, dense = dense_run(model, prompt, args.steps)
+            for row in todo:
+                cache = FlexiCacheDynamicCache(
+                    model,
+                    HeadProfile.from_unstable_heads(model.config, heads[row["set"]]),
+                    config=FlexiCacheConfig.paper(token_budget=row["budget"]),
+                )
+                save(args.out, [row], [compare(model, cache, prompt, tokens, dense)])
         print(f"{count + 1}/{len(texts)} {document}", file=sys.stderr, flush=True)
+
+
+def save(path: Path, measured: list[dict[str, Any]], found: list[tuple[float, float]]) -> None:
+    with path.open("a") as file:
+        for row, (kl, top1) in zip(measured, found, strict=True):
+            file.write(json.dumps({**row, "kl": kl, "top1": top1}) + "\n")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -131,7 +135,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["document"], row["preset"], row["budget"], row["set"]
+    return row["document"], row["budget"], row["set"], row["through"]
 
 
 def interval(values: np.ndarray, seed: int = 0, draws: int = 10_000) -> tuple[float, float]:
@@ -142,32 +146,45 @@ def interval(values: np.ndarray, seed: int = 0, draws: int = 10_000) -> tuple[fl
 
 
 def report(path: Path) -> str:
-    """Mean KL of every choice, and the paired difference to the profile's."""
-    table: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
-    agreement: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row in rows(path):
-        name, at = row["set"].split(".")[0], (row["preset"], row["budget"])
-        by_document = table.setdefault(at, {}).setdefault(name, {})
-        by_document.setdefault(row["document"], []).append(row["kl"])
-        agreement.setdefault(at, {}).setdefault(name, []).append(row["top1"])
+    """Mean KL of every choice, and the paired difference to the profile's, per budget."""
+    measured = rows(path)
     names = ["profile", "random", "most_stable", "none"]
-    lines = [
-        "| preset | budget | documents | " + " | ".join(f"{name}: KL (top-1)" for name in names)
-        + " | random - profile | most_stable - profile |",
-        "|---" * (5 + len(names)) + "|",
-    ]  # fmt: skip
-    for (preset, budget), found in sorted(table.items(), key=lambda item: (item[0][0], item[0][1])):
-        documents = sorted(set.intersection(*(set(found.get(name, {})) for name in names)))
-        kl = {name: np.array([np.mean(found[name][d]) for d in documents]) for name in names}
-        cells = [
-            f"{kl[name].mean():.4f} ({np.mean(agreement[preset, budget][name]):.3f})"
+    kl: dict[tuple[int, str], dict[str, list[float]]] = {}
+    top1: dict[tuple[int, str], list[float]] = {}
+    for row in measured:
+        if row["through"] == "masks":
+            at = row["budget"], row["set"].split(".")[0]
+            kl.setdefault(at, {}).setdefault(row["document"], []).append(row["kl"])
+            top1.setdefault(at, []).append(row["top1"])
+    header = ["budget", "documents", *(f"{name}: KL (top-1)" for name in names)]
+    header += ["random - profile", "most_stable - profile"]
+    table = [header, ["---"] * len(header)]
+    for budget in sorted({budget for budget, _ in kl}):
+        documents = sorted(kl[budget, "profile"])
+        means = {
+            name: np.array([np.mean(kl[budget, name][document]) for document in documents])
             for name in names
-        ]
+        }
+        cells = [str(budget), str(len(documents))]
+        cells += [f"{means[n].mean():.4f} ({np.mean(top1[budget, n]):.3f})" for n in names]
         for name in ("random", "most_stable"):
-            difference = kl[name] - kl["profile"]
+            difference = means[name] - means["profile"]
             low, high = interval(difference)
             cells.append(f"{difference.mean():+.4f} [{low:+.4f}, {high:+.4f}]")
-        lines.append(f"| {preset} | {budget} | {len(documents)} | " + " | ".join(cells) + " |")
+        table.append(cells)
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
+    by_masks = {key(row)[:3]: row["kl"] for row in measured if row["through"] == "masks"}
+    pairs = [
+        (row["kl"], by_masks[key(row)[:3]])
+        for row in measured
+        if row["through"] == "cache" and key(row)[:3] in by_masks
+    ]
+    if pairs:
+        worst = max(abs(one - two) for one, two in pairs)
+        lines.append(
+            f"\nThe same through FlexiCacheDynamicCache: {len(pairs)} measurements, KL differs by "
+            f"at most {worst:.2g}."
+        )
     return "\n".join(lines)
 
 
@@ -180,11 +197,16 @@ def main() -> None:
     parser.add_argument("--leval", nargs="+", default=[], metavar="TASK")
     parser.add_argument("--data", type=Path, help="folder with leval/")
     parser.add_argument("--documents", type=int, default=2, help="of every task")
-    parser.add_argument("--skip", type=int, default=4, help="documents the profile was made of")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        help="documents of every task to pass over: those the profile was made of",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--presets", nargs="+", default=["paper"], choices=sorted(PRESETS))
+    parser.add_argument("--cache", type=int, default=0, metavar="N", help="documents to verify")
     parser.add_argument("--draws", type=int, default=2, help="of random heads, per document")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="print the tables and stop")

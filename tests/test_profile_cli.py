@@ -151,6 +151,11 @@ def test_leval_and_longbench_files(model_dir, tmp_path):
     assert found == ["qa", "report"]
 
 
+def test_show_of_a_bundled_profile(capsys):
+    assert main(["show", "HuggingFaceTB/SmolLM2-135M-Instruct"]) == 0
+    assert "| unstable heads (M) | 22 of 90 |" in capsys.readouterr().out
+
+
 def test_import_of_a_list(model_dir, tmp_path, capsys):
     lists = {"org/Tiny": {"unstable-1-profile-gov_report-topk-64": [[1, 0]]}}
     (tmp_path / "lists.json").write_text(json.dumps(lists))

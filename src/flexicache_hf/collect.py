@@ -296,7 +296,7 @@ def record_path(folder: Path, text: Text) -> Path:
 
 @dataclass
 class Progress:
-    """Called after every document; the default says nothing."""
+    """How far a collection has come; `skipped` texts had a record already."""
 
     done: int = 0
     skipped: int = 0

@@ -170,13 +170,10 @@ def run_show(args: argparse.Namespace) -> int:
     from .model_card import facts_table, heads_table
     from .profile import HeadProfile
 
-    try:
-        profile = HeadProfile.from_pretrained(args.source, revision=args.revision)
-    except FileNotFoundError:
-        found = HeadProfile.for_model(args.source)
-        if found is None:
-            raise
-        profile = found
+    found = None
+    if args.revision is None and not Path(args.source).exists():
+        found = HeadProfile.for_model(args.source, hub=False)  # a bundled one, without the network
+    profile = found or HeadProfile.from_pretrained(args.source, revision=args.revision)
     if args.json:
         print(profile.to_json(), end="")
     else:
