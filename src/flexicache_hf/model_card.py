@@ -47,7 +47,7 @@ def facts_table(profile: HeadProfile) -> str:
         "page size": profile.page_size and f"{profile.page_size} tokens",
         "window (W)": profile.window and f"{profile.window} decode steps",
         "windows that voted": profile.num_windows,
-        **{key: value for key, value in profile.provenance.items() if value is not None},
+        **{k.replace("_", " "): v for k, v in profile.provenance.items() if v is not None},
         "made with": profile.tool_version,
     }
     return _table(["", ""], [[key, str(value)] for key, value in rows.items() if value is not None])
