@@ -71,7 +71,7 @@ class Reference:
         return best
 
     def rank(self, queries: Tensor, keys: Tensor, scaling: float) -> list[int]:
-        """K pages for `queries` `[G, D]` given the tokens `[T, D]` so far; the newest is the last."""
+        """K pages for `queries` `[G, D]` and the tokens `[T, D]` so far; the newest is the last."""
         total = -(-len(keys) // self.page_size)
         newest = total - 1
         if total <= self.pages:

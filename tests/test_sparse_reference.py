@@ -82,7 +82,7 @@ def test_left_padded_rows_equal_reference_and_their_solo_run(name):
         torch.testing.assert_close(found[:, row], solo[:, 0], rtol=0, atol=TOLERANCE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_configuration_equals_reference(data):
     """Property: no choice of sizes, profile, padding or options separates the two."""
@@ -114,3 +114,12 @@ def test_any_configuration_equals_reference(data):
         model, config, sorted(pairs), random_ids(rows, length), draw(st.integers(1, 24)), mask
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_row_that_outgrows_the_budget_at_its_first_step_ranks_before_it_attends():
+    """Paper rule, found by the property above: covered at the end of the prompt is not ranked."""
+    model = tiny_llama(dtype=torch.float64)
+    config = FlexiCacheConfig.paper(token_budget=8, page_size=4, rerank_interval=None)
+    found, expected, _, state = both(model, config, [], random_ids(1, 8), 6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert {step for *_, step in state.log} == {1}

@@ -25,7 +25,7 @@ from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
 
-class FlexiCacheDynamicCache(Cache):  # type: ignore[misc]
+class FlexiCacheDynamicCache(Cache):
     """A growing cache whose stable heads keep only their working set on the device.
 
     Args:

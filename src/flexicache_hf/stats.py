@@ -33,30 +33,39 @@ class StepStats:
 
 @dataclass
 class CacheStats:
-    """Totals over the life of the cache, and the latest steps one by one (oldest first)."""
+    """The latest steps one by one (oldest first), and totals over the life of the cache."""
 
-    total: StepStats = field(default_factory=StepStats)
     forwards: int = 0
     decode_steps: int = 0
     steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    current: StepStats = field(default_factory=StepStats)
+    _closed: StepStats = field(default_factory=StepStats)  # sum of all steps but the current one
 
     def open(self, tokens: int, decode: bool) -> None:
-        """A forward begins."""
-        self.steps.append(StepStats(tokens=tokens, decode=decode))
+        """A forward begins; counts go to `current` from now on."""
+        _accumulate(self._closed, self.current)
+        self.current = StepStats(tokens=tokens, decode=decode)
+        self.steps.append(self.current)
         self.forwards += 1
         self.decode_steps += decode
-        self.total.tokens += tokens
 
-    def add(self, **counts: int) -> None:
-        """Count for the current forward."""
-        for name, count in counts.items():
-            for record in (self.steps[-1], self.total):
-                setattr(record, name, getattr(record, name) + count)
+    @property
+    def total(self) -> StepStats:
+        """Sum over all forwards."""
+        total = StepStats()
+        _accumulate(total, self._closed)
+        _accumulate(total, self.current)
+        return total
 
     def to_dict(self) -> dict[str, Any]:
         totals = asdict(self.total)
         del totals["decode"]
         return totals | {"forwards": self.forwards, "decode_steps": self.decode_steps}
+
+
+def _accumulate(into: StepStats, step: StepStats) -> None:
+    for name, count in vars(step).items():
+        setattr(into, name, getattr(into, name) + count)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The page table: one for all layers and heads, because they all see the same pages at the same time.
+"""The page table: one for all layers and heads, which all see the same pages at the same time.
 
 A *page* is `page_size` consecutive tokens of one row (one sequence of the batch). The table gives
-every page a page id; each layer stores the page's keys and values under that id, in whatever tier its heads
+every page an id; each layer stores the page's keys and values under it, in whatever tier its heads
 live. Full pages never change, so rows that share a prefix (beams, samples) share their ids; a page
 still being filled belongs to one row. Padding is never stored: the table maps the *columns* that
 transformers counts (`get_seq_length`, masks) to the tokens of each row.
@@ -34,6 +34,9 @@ class Step:
         steps_before, steps: decode steps of each row since its last prompt token, before and after.
         last: where each row's last new token is, counted from the end (-1 is the last column); None
             if all its new columns are padding.
+        pages: pages per row, the newest included.
+        settled: pages per row before the first one that holds a new token.
+        uniform: one token is new and all rows are equally long, so that no masks are needed.
     """
 
     columns: int
@@ -44,22 +47,18 @@ class Step:
     steps: tuple[int, ...]
     last: tuple[int | None, ...]
     page_size: int
+    pages: tuple[int, ...] = field(init=False)
+    settled: tuple[int, ...] = field(init=False)
+    uniform: bool = field(init=False)
     _cached: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
 
-    @property
-    def uniform(self) -> bool:
-        """All rows are equally long, and one token is new: no masks are needed."""
-        return self.columns == 1 and min(self.lengths) == max(self.lengths)
-
-    @property
-    def pages(self) -> list[int]:
-        """Pages per row, the newest included."""
-        return [-(-length // self.page_size) for length in self.lengths]
-
-    @property
-    def settled(self) -> list[int]:
-        """Per row, pages before the first one that holds a new token."""
-        return [start // self.page_size for start in self.start]
+    def __post_init__(self) -> None:
+        size = self.page_size
+        pages = tuple(-(-length // size) for length in self.lengths)
+        settled = tuple(start // size for start in self.start)
+        uniform = self.columns == 1 and min(self.lengths) == max(self.lengths)
+        for name, value in (("pages", pages), ("settled", settled), ("uniform", uniform)):
+            object.__setattr__(self, name, value)
 
     def filled(self) -> Iterator[tuple[int, int]]:
         """`(row, page)` of every page that became full in this step."""
@@ -102,6 +101,10 @@ class PageTable:
         self.progress = [0] * layers  # forwards that each tiered layer has completed
         self.clear()
 
+    def _forget_views(self) -> None:
+        self._ids: dict[torch.device, Tensor] = {}
+        self._run: tuple[slice | None] | None = None
+
     def clear(self) -> None:
         """Forget all rows."""
         self.columns = 0
@@ -113,7 +116,7 @@ class PageTable:
         self.padding: list[list[tuple[int, int]]] = []  # row -> column ranges never stored
         self.references: list[int] = []  # page id -> rows that hold it
         self._free: list[int] = []
-        self._ids: dict[torch.device, Tensor] = {}
+        self._forget_views()
         self.progress[:] = [0] * len(self.progress)
 
     @property
@@ -132,6 +135,14 @@ class PageTable:
             padded = [row + [0] * (most - len(row)) for row in self.pages]
             self._ids[device] = torch.tensor(padded, dtype=torch.long).to(device)
         return self._ids[device]
+
+    def only_run(self) -> slice | None:
+        """The page ids of a single row, if they are consecutive: its pages are a view then."""
+        if self._run is None:
+            pages = self.pages[0] if self.rows == 1 else []
+            consecutive = bool(pages) and pages == list(range(pages[0], pages[0] + len(pages)))
+            self._run = (slice(pages[0], pages[0] + len(pages)) if consecutive else None,)
+        return self._run[0]
 
     def nbytes(self) -> int:
         """Bytes of the table's copies on devices."""
@@ -156,8 +167,8 @@ class PageTable:
         if any(done != self.forwards for done in self.progress):
             raise InterruptedForward(
                 f"layer {layer} begins forward {self.forwards + 1}, but an earlier one stopped "
-                f"midway (forwards completed per layer: {self.progress}). Take back its tokens with "
-                "cache.crop(-n), or start over with cache.reset()."
+                f"midway (forwards completed per layer: {self.progress}). Take back its tokens "
+                "with cache.crop(-n), or start over with cache.reset()."
             )
         if not self.pages:
             self.pages = [[] for _ in range(rows)]
@@ -195,7 +206,7 @@ class PageTable:
         for pages, length in zip(self.pages, lengths, strict=True):
             while len(pages) * self.page_size < length:
                 pages.append(self._take())
-                self._ids.clear()
+                self._forget_views()
         before = tuple(n - p for n, p in zip(start, self.prompts, strict=True))
         if not decode:
             self.prompts = lengths
@@ -290,7 +301,7 @@ class PageTable:
 
     def _settle(self) -> None:
         """All layers agree again: they were all told of the change."""
-        self._ids.clear()
+        self._forget_views()
         self.step = None
         self.progress[:] = [self.forwards] * len(self.progress)
 

@@ -65,12 +65,19 @@ class UnstableHeads:
 
     def append(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Store the new tokens `[B, H_u, q, D]` of a decode step."""
-        page = self.config.page_size
-        positions = step.new_positions(keys.device)  # [B, q]
-        ids = self.table.ids(keys.device).gather(1, positions // page)
-        offsets = positions % page
-        self.keys[ids, :, offsets] = keys.transpose(1, 2)
-        self.values[ids, :, offsets] = values.transpose(1, 2)
+        size, device = self.config.page_size, keys.device
+        if step.uniform and len(keys) == 1:
+            page, offset = self.table.pages[0][-1], (step.lengths[0] - 1) % size
+            self.keys[page, :, offset] = keys[0, :, 0]
+            self.values[page, :, offset] = values[0, :, 0]
+        else:
+            positions = step.new_positions(device)  # [B, q]
+            ids = step.once(
+                ("ids", device), lambda: self.table.ids(device).gather(1, positions // size)
+            )
+            offsets = step.once(("offsets", device), lambda: positions % size)
+            self.keys[ids, :, offsets] = keys.transpose(1, 2)
+            self.values[ids, :, offsets] = values.transpose(1, 2)
         filled = [self.table.pages[row][number] for row, number in step.filled()]
         if filled:
             chosen = torch.tensor(filled, device=keys.device)
@@ -92,6 +99,7 @@ class UnstableHeads:
         scores = page_scores(
             queries,
             self._row_digests(step, max(settled)),
+            settled,
             self.config.digests_per_page,
             self.config.group_reduction,
             scaling,
@@ -100,9 +108,13 @@ class UnstableHeads:
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H_u, n * P, D]` of page numbers `[B, H_u, n]`."""
-        ids = self.table.ids(pages.device)[:, None].expand(-1, pages.shape[1], -1)
-        ids = ids.gather(2, pages.clamp(min=0))
-        rows = (ids * len(self.heads) + self._head_offsets()).flatten()
+        heads = len(self.heads)
+        if (run := self.table.only_run()) is not None:
+            ids = pages + run.start if run.start else pages
+        else:
+            ids = self.table.ids(pages.device)[:, None].expand(-1, heads, -1)
+            ids = ids.gather(2, pages.clamp(min=0))
+        rows = (ids * heads + self._head_offsets() if heads > 1 else ids).flatten()
         shape = (*pages.shape[:2], pages.shape[2] * self.config.page_size, -1)
         keys, values = (pool.flatten(0, 1).flatten(1) for pool in (self.keys, self.values))
         return keys.index_select(0, rows).view(shape), values.index_select(0, rows).view(shape)
@@ -146,6 +158,9 @@ class UnstableHeads:
 
     def _row_digests(self, step: Step, pages: int) -> Tensor:
         device, heads = self.keys.device, len(self.heads)
+        if (run := self.table.only_run()) is not None:
+            pages_in_run = self.digests[run.start : run.start + pages]  # [N, H_u, R, 2D]
+            return pages_in_run.transpose(0, 1).flatten(1, 2)[None]
         rows = step.once(
             ("pool rows", device, heads, pages),
             lambda: pool_rows(self.table.ids(device)[:, :pages], heads),
@@ -157,7 +172,7 @@ class UnstableHeads:
 
 
 def pool_rows(ids: Tensor, heads: int) -> Tensor:
-    """`[B, H, N]` rows of a pool `[capacity * H, ...]` that hold page ids `[B, N]` of every head."""
+    """`[B, H, N]` rows of a pool `[capacity * H, ...]` that hold page ids `[B, N]`."""
     return ids[:, None] * heads + torch.arange(heads, device=ids.device)[:, None]
 
 

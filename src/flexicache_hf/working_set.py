@@ -59,7 +59,7 @@ class WorkingSet:
         """At least `slots` slots per row and head."""
         if slots <= self.slots:
             return
-        # K pages and the tail between two rankings is all that is ever needed, unless ranking is off
+        # K pages and the tail between two rankings is all that is needed, unless ranking is off
         most = self.most if slots <= self.most else None
         shape = (*self.pages.shape[:2], -1, self.page_size)
         keys = grown(self.keys.unflatten(2, shape[2:]), 2, slots, most)
@@ -117,10 +117,10 @@ class WorkingSet:
             self.values[:, :, at] = values[:, :, 0]
             return
         shift = torch.tensor(shifts, device=keys.device)[:, None]
-        at = step.new_positions(keys.device) + shift  # [B, q]
+        where = step.new_positions(keys.device) + shift  # [B, q]
         rows = torch.arange(len(shifts), device=keys.device)[:, None]
-        self.keys[rows, :, at] = keys.transpose(1, 2)
-        self.values[rows, :, at] = values.transpose(1, 2)
+        self.keys[rows, :, where] = keys.transpose(1, 2)
+        self.values[rows, :, where] = values.transpose(1, 2)
 
     # -- reading ---------------------------------------------------------------------------------
 

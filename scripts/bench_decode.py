@@ -1,0 +1,105 @@
+"""Decode speed of FlexiCache against transformers' DynamicCache, in one process, alternating.
+
+Both caches hold the same prompts; blocks of decode steps are timed in turn, and the ratio is taken
+block by block, so that a machine whose speed drifts cannot favour either.
+
+    python scripts/bench_decode.py --context 8000 --batch 1 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, FlexiCacheWarning
+from flexicache_hf.documents import reference_text
+from flexicache_hf.embedded import load_model
+
+
+@torch.no_grad()
+def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else None
+    output = model(ids, logits_to_keep=1, **{name or "past_key_values": cache})
+    return output.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def prompts(tokenizer: Any, rows: int, length: int) -> Tensor:
+    """`[rows, length]` different stretches of one real text."""
+    ids = tokenizer(reference_text())["input_ids"]
+    step = max((len(ids) - length) // max(rows, 1), 1)
+    return torch.tensor([ids[row * step : row * step + length] for row in range(rows)])
+
+
+def compare(model: Any, ids: Tensor, config: FlexiCacheConfig, blocks: int, steps: int) -> dict:
+    caches = {
+        "dense": DynamicCache(config=model.config),
+        "flexicache": FlexiCacheDynamicCache(model, config=config),
+    }
+    prefill, token, times = {}, {}, {name: [] for name in caches}
+    for name, cache in caches.items():
+        begin = time.perf_counter()
+        token[name] = feed(model, cache, ids)
+        prefill[name] = time.perf_counter() - begin
+    for block in range(blocks + 1):
+        for name, cache in caches.items():
+            begin = time.perf_counter()
+            for _ in range(steps):
+                token[name] = feed(model, cache, token[name])
+            if block:  # the first block warms up
+                times[name].append((time.perf_counter() - begin) / steps)
+    ratios = [d / f for d, f in zip(times["dense"], times["flexicache"], strict=True)]
+    usage = caches["flexicache"].memory_usage()
+    return {
+        "batch": len(ids),
+        "context": ids.shape[1],
+        "dense_ms": 1e3 * statistics.median(times["dense"]),
+        "flexicache_ms": 1e3 * statistics.median(times["flexicache"]),
+        "speedup": statistics.median(ratios),
+        "speedup_min": min(ratios),
+        "speedup_max": max(ratios),
+        "prefill_dense_s": prefill["dense"],
+        "prefill_flexicache_s": prefill["flexicache"],
+        "device_fraction": usage.device_fraction,
+        "steps": blocks * steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=8000)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps per block")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    warnings.simplefilter("ignore", FlexiCacheWarning)
+    model, tokenizer = load_model()
+    config = FlexiCacheConfig(token_budget=args.budget)
+    for rows in args.batch:
+        found = compare(
+            model, prompts(tokenizer, rows, args.context), config, args.blocks, args.steps
+        )
+        if args.json:
+            print(json.dumps(found))
+        else:
+            print(
+                "batch {batch}, {context} tokens: dense {dense_ms:.1f} ms/step, FlexiCache "
+                "{flexicache_ms:.1f} ms/step, {speedup:.2f}x ({speedup_min:.2f}-{speedup_max:.2f} "
+                "over blocks); device bytes {device_fraction:.1%} of dense; prefill "
+                "{prefill_dense_s:.1f} s and {prefill_flexicache_s:.1f} s".format(**found)
+            )
+
+
+if __name__ == "__main__":
+    main()
