@@ -159,7 +159,7 @@ class FlexiCacheDynamicCache(Cache):
                 layer.crop(tokens_to_remove)
         tiered = self._tiered()
         for layer in tiered:
-            layer.pending = None
+            layer.pending = layer.unanswered = None
         if left >= self._table.columns and self._consistent():
             return
         copies = self._table.crop(left)

@@ -108,7 +108,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.rows = 0
         self.stored: tuple[int, ...] = ()  # tokens of each row that this layer has
         self.linked = False  # the attention function has reported in
-        self.unanswered = False  # a decode step was given everything, for it had not
+        self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
         self.torn = False  # an exception stopped a change midway
         self.is_initialized = False
 
@@ -158,6 +158,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         """
         self._check_new(key_states)
         keys, values = key_states.detach(), value_states.detach()
+        self.unanswered = self.pending
         if self.pending is not None:
             keys = torch.cat([self.pending[0], keys], 2)
             values = torch.cat([self.pending[1], values], 2)
@@ -244,7 +245,11 @@ class FlexiCacheLayer(CacheLayerMixin):
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
-        step = self._enter(query, mask, kwargs)
+        try:
+            step = self._enter(query, mask, kwargs)
+        except Exception:
+            self.pending = self.unanswered  # a refused forward leaves nothing behind
+            raise
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         with self._changing():
@@ -255,7 +260,7 @@ class FlexiCacheLayer(CacheLayerMixin):
             out = self._attend_pages(module, query, mask, step, base, **kwargs)
         else:
             out = self._attend_dense(module, query, mask, step, base, **kwargs)
-        self.pending = None
+        self.pending = self.unanswered = None
         self.linked = True
         self.columns = self.shared.table.columns
         self.shared.table.leave(self.ordinal)
@@ -522,15 +527,13 @@ class FlexiCacheLayer(CacheLayerMixin):
                     else "Take back its tokens with cache.crop(-n), or call cache.reset()."
                 )
             )
-        if self.pending is not None and self.pending[0].shape[2] and keys.shape[2] == 1:
-            if self.unanswered:
-                raise AttentionNotLinked(
-                    "the attention function of this cache was never called: the model reads "
-                    "another config object than the one this cache was given. Pass the model, "
-                    "FlexiCacheDynamicCache(model), or call "
-                    "model.set_attn_implementation('flexicache')."
-                )
-            self.unanswered = True
+        if self.unanswered is not None and keys.shape[2] == 1:
+            raise AttentionNotLinked(
+                "the attention function of this cache was never called: the model reads another "
+                "config object than the one this cache was given. Pass the model, "
+                "FlexiCacheDynamicCache(model), or call "
+                "model.set_attn_implementation('flexicache')."
+            )
         rows = self.rows or (self.pending[0].shape[0] if self.pending is not None else 0)
         if rows and keys.shape[0] != rows:
             raise ValueError(
