@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from flexicache_hf import HeadProfile
 from flexicache_hf.analysis import analyse, load_records
 from flexicache_hf.collect import CollectSettings, Record, save_record
+from flexicache_hf.stability import StabilityVote
 
 LAYERS, HEADS, TOP_K, STEPS, PAGES = 4, 4, 6, 64, 40
 PLANTED = ((0, 3), (1, 1), (2, 0), (2, 2))
@@ -58,6 +61,24 @@ def test_planted_heads_are_found_and_nothing_else():
     assert result.curves.shape == (15, LAYERS, HEADS)
     assert profile.stability[0][3] < 0.2
     assert profile.with_unstable_fraction(0.25).unstable_heads == PLANTED
+
+
+def test_a_vote_fed_window_by_window_gives_the_same_profile():
+    record = planted("a", "0", 7)
+    offline = analyse([record], top_k=TOP_K).profile
+    vote = StabilityVote(LAYERS, HEADS, 4)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, num_key_value_heads=HEADS, num_attention_heads=8, head_dim=8
+    )
+    with pytest.raises(ValueError, match="no window counted"):
+        HeadProfile.from_vote(config, vote, top_k_pages=TOP_K, page_size=16)
+    for start in range(0, STEPS, 16):
+        part = slice(start, start + 16)
+        assert vote.add_pages(record.pages[16][part], record.num_pages[16][part]) == 1
+    online = HeadProfile.from_vote(config, vote, top_k_pages=TOP_K, page_size=16, source="online")
+    for name in ("unstable_heads", "stability", "votes", "num_windows", "head_dim", "window"):
+        assert getattr(online, name) == getattr(offline, name)
+    assert HeadProfile.from_dict(online.to_dict()) == online
 
 
 def test_layers_without_a_record_stay_unmeasured():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .collect import Record, load_record
-from .profile import HeadProfile, Matrix
+from .profile import HeadProfile, vote_facts
 from .stability import (
     WINDOW,
     SplitHalf,
@@ -107,10 +107,8 @@ def analyse(
         top_k_pages=top_k,
         page_size=page_size,
         window=window,
-        num_windows=everything.num_windows,
-        stability=_matrix(everything.stability, float),
-        votes=_matrix(everything.votes.where(~everything.stability.isnan(), torch.nan), int),
         task_heads=sets,
+        **vote_facts(everything),
     )
     documents = len(set(groups))
     return Analysis(
@@ -166,9 +164,3 @@ def _provenance(records: Sequence[Record], fraction: float) -> dict[str, Any]:
         "decode_steps": settings["steps"],
         "unstable_fraction": fraction,
     }
-
-
-def _matrix(values: Tensor, kind: type) -> Matrix:
-    return tuple(
-        tuple(None if value != value else kind(value) for value in row) for row in values.tolist()
-    )

@@ -17,7 +17,7 @@ import torch
 
 from .errors import FlexiCacheWarning
 from .profile_fields import validate
-from .stability import Heads, rank_heads
+from .stability import WINDOW, Heads, StabilityVote, rank_heads
 
 FILE_NAME = "head_profile.json"
 SCHEMA = 2  # 1 held the first four fields only
@@ -80,6 +80,40 @@ class HeadProfile:
         """
         pairs = tuple(sorted({(int(layer), int(head)) for layer, head in heads}))
         return cls(unstable_heads=pairs, provenance=provenance, **model_facts(config))
+
+    @classmethod
+    def from_vote(
+        cls,
+        config: Any,
+        vote: StabilityVote,
+        *,
+        top_k_pages: int,
+        page_size: int,
+        window: int = WINDOW,
+        **provenance: Any,
+    ) -> HeadProfile:
+        """A profile of the windows counted so far, of records or of a generation under way.
+
+        Args:
+            config: the model's transformers config.
+            vote: over `[L, H_kv]` of that model; NaN stability marks heads that were not measured.
+            top_k_pages: K of the page sets.
+            page_size: tokens.
+            window: W.
+            provenance: anything JSON can hold.
+
+        Raises:
+            ValueError: no window has been counted, or the vote is about another shape of model.
+        """
+        return cls(
+            unstable_heads=tuple(sorted(vote.unstable_heads())),
+            provenance=provenance,
+            top_k_pages=top_k_pages,
+            page_size=page_size,
+            window=window,
+            **vote_facts(vote),
+            **model_facts(config),
+        )
 
     @classmethod
     def from_dict(cls, document: Any) -> HeadProfile:
@@ -312,6 +346,23 @@ def model_facts(config: Any) -> dict[str, Any]:
         "model_id": getattr(config, "_name_or_path", "") or None,
         "revision": getattr(config, "_commit_hash", None),
     }
+
+
+def vote_facts(vote: StabilityVote) -> dict[str, Any]:
+    """The fields of a profile that come from a vote's count."""
+    measured = ~vote.stability.isnan()
+    return {
+        "num_windows": vote.num_windows,
+        "stability": _matrix(vote.stability, measured),
+        "votes": _matrix(vote.votes, measured),
+    }
+
+
+def _matrix(values: torch.Tensor, measured: torch.Tensor) -> Matrix:
+    return tuple(
+        tuple(value if known else None for value, known in zip(row, mask))
+        for row, mask in zip(values.tolist(), measured.tolist())
+    )
 
 
 def _base(name: str) -> str:
