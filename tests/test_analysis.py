@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from flexicache_hf import HeadProfile
 from flexicache_hf.analysis import analyse, load_records
-from flexicache_hf.collect import CollectSettings, Record, save_record
+from flexicache_hf.page_records import CollectSettings, Record, save_record
 from flexicache_hf.stability import StabilityVote
 
 LAYERS, HEADS, TOP_K, STEPS, PAGES = 4, 4, 6, 64, 40

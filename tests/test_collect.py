@@ -19,15 +19,13 @@ from transformers import (
 from flexicache_hf import collect as module
 from flexicache_hf.attention import use_flexicache
 from flexicache_hf.collect import (
-    CollectSettings,
     PageRecorder,
     collect,
-    load_record,
     rank_pages,
     record_generation,
     recording,
-    save_record,
 )
+from flexicache_hf.page_records import CollectSettings, load_record, save_record
 from flexicache_hf.texts import Text
 
 SIZES = {

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flexicache_hf.collect import load_record
+from flexicache_hf.page_records import load_record
 from flexicache_hf.profile import HeadProfile
 from flexicache_hf.profile_cli import add_parser, main
 

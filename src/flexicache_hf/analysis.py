@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collect import Record, load_record
+from .page_records import Record, load_record
 from .profile import HeadProfile, vote_facts
 from .stability import (
     WINDOW,

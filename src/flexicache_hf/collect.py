@@ -9,7 +9,6 @@ serves every K up to the recorded one.
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .page_records import CollectSettings, Record, load_record, record_path, save_record
 from .texts import Text, prompt_ids
 
-FORMAT = "flexicache-page-sets-1"
 # attention implementation -> our name while recording (free of words transformers reacts to)
 WRAPPED = {
     "sdpa": "flexicache_record",
@@ -35,28 +32,6 @@ WRAPPED = {
     "flexicache": "flexicache_record_2",
     "flexicache_eager": "flexicache_record_2_eager",
 }
-
-
-@dataclass(frozen=True)
-class CollectSettings:
-    """What is recorded; part of every record, so that only like records are analysed together."""
-
-    top_k: int = 128  # the largest K that can be analysed
-    page_sizes: tuple[int, ...] = (16,)
-    steps: int = 256  # decode steps per document
-    max_prompt_tokens: int = 4096
-
-
-@dataclass(frozen=True)
-class Record:
-    """The page rankings of one generation."""
-
-    task: str
-    name: str
-    pages: dict[int, Tensor]  # page size -> [steps, layers, H_kv, top_k]; best first, padded by -1
-    num_pages: dict[int, Tensor]  # page size -> [steps]
-    layers: tuple[int, ...]  # the model's layers that were recorded
-    info: dict[str, Any]  # model_id, revision, settings, prompt_tokens
 
 
 def rank_pages(query: Tensor, bounds: Tensor, num_pages: int, top_k: int) -> Tensor:
@@ -251,49 +226,6 @@ def head_dim(config: Any) -> int:
     return int(explicit or config.hidden_size // config.num_attention_heads)
 
 
-def save_record(record: Record, settings: CollectSettings, path: Path) -> None:
-    """Write one record; a killed run never leaves half a file under its final name."""
-    tensors = {}
-    for size, pages in record.pages.items():
-        small = int(record.num_pages[size].max()) <= torch.iinfo(torch.int16).max
-        tensors[f"pages.{size}"] = pages.to(torch.int16 if small else torch.int32).contiguous()
-        tensors[f"num_pages.{size}"] = record.num_pages[size].to(torch.int32)
-    facts = {
-        "format": FORMAT,
-        "task": record.task,
-        "name": record.name,
-        "layers": list(record.layers),
-        "settings": _plain(settings),
-        **record.info,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"flexicache": json.dumps(facts)})
-    partial.replace(path)
-
-
-def load_record(path: Path) -> Record:
-    """Raises ValueError if `path` is a safetensors file of something else."""
-    with safe_open(path, framework="pt") as file:
-        facts = json.loads((file.metadata() or {}).get("flexicache", "{}"))
-        if facts.get("format") != FORMAT:
-            raise ValueError(
-                f"{path}: format is {facts.get('format')!r}, expected {FORMAT!r}; "
-                "collect again with this version"
-            )
-        sizes = facts["settings"]["page_sizes"]
-        pages = {size: file.get_tensor(f"pages.{size}") for size in sizes}
-        totals = {size: file.get_tensor(f"num_pages.{size}") for size in sizes}
-    del facts["format"]
-    task, name, layers = facts.pop("task"), facts.pop("name"), tuple(facts.pop("layers"))
-    return Record(task, name, pages, totals, layers, facts)
-
-
-def record_path(folder: Path, text: Text) -> Path:
-    """`<folder>/<task>/<name>.safetensors`."""
-    return folder / text.task.replace("/", "--") / f"{text.name.replace('/', '--')}.safetensors"
-
-
 @dataclass
 class Progress:
     """How far a collection has come; `skipped` texts had a record already."""
@@ -329,7 +261,7 @@ def collect(
     progress = Progress(total=len(mine))
     for text in mine:
         path = record_path(folder, text)
-        if path.is_file() and load_record(path).info["settings"] == _plain(settings):
+        if path.is_file() and load_record(path).info["settings"] == settings.plain():
             progress.skipped += 1
         else:
             ids = prompt_ids(tokenizer, text, settings.max_prompt_tokens)
@@ -345,7 +277,3 @@ def collect(
 def _cache_argument(model: Any) -> str:
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
-
-
-def _plain(settings: CollectSettings) -> dict[str, Any]:
-    return {**vars(settings), "page_sizes": list(settings.page_sizes)}

@@ -94,7 +94,8 @@ def _add_analyse(commands: Any) -> None:
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    from .collect import CollectSettings, collect
+    from .collect import collect
+    from .page_records import CollectSettings
     from .texts import dataset, leval, longbench, own_prompts, select
 
     share, device = _process(args.device)
