@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .page_records import CollectSettings, Record, load_record, record_path, save_record
+from .profile import model_facts
 from .texts import Text, prompt_ids
 
 # attention implementation -> our name while recording (free of words transformers reacts to)
@@ -208,22 +209,8 @@ def record_generation(
             max_new_tokens=settings.steps + 1,  # the first token comes from the prefill
             **{_cache_argument(model): cache},
         )
-    info = {
-        "model_id": getattr(model.config, "_name_or_path", "") or None,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "model_type": config.model_type,
-        "num_layers": config.num_hidden_layers,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim(config),
-        "prompt_tokens": len(ids),
-    }
+    info = {**model_facts(model.config), "prompt_tokens": len(ids)}
     return recorder.record(text.task, text.name, info)
-
-
-def head_dim(config: Any) -> int:
-    """Head dimension D of a text config."""
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass
