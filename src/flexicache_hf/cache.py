@@ -94,7 +94,7 @@ class FlexiCacheDynamicCache(Cache):
             layers[index] = FlexiCacheLayer(self._shared, ordinal, index, chosen, heads)
         super().__init__(layers=layers)
         if model_config is not model_or_config:
-            guard_prompts(model_or_config)
+            self._shared.guarded = guard_prompts(model_or_config)
 
     # -- what it did and holds -------------------------------------------------------------------
 

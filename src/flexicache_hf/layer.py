@@ -45,8 +45,10 @@ class Shared:
 
     Attributes:
         implementation: name of the attention implementation the model uses right now.
-        prefilling: whether generate() is feeding a prompt; None when nobody told.
-        verifying: assisted decoding is running: short multi-token forwards are decode steps.
+        prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
+            that follows consumes it.
+        verifying: assisted decoding has begun: short multi-token forwards are decode steps.
+        guarded: generate() tells; a forward that it did not announce verifies nothing.
     """
 
     config: FlexiCacheConfig
@@ -57,6 +59,15 @@ class Shared:
     implementation: Callable[[], str | None]
     prefilling: bool | None = None
     verifying: bool = False
+    guarded: bool = False
+
+    def is_decode(self, new: int) -> bool:
+        """Whether a forward of `new` tokens is a decode step; asked once per forward."""
+        prefilling, self.prefilling = self.prefilling, None
+        if prefilling:
+            return False
+        verifies = self.verifying and (prefilling is False or not self.guarded)
+        return new == 1 or (verifies and new <= self.config.verify_tokens)
 
 
 @dataclass(frozen=True)
@@ -396,11 +407,10 @@ class FlexiCacheLayer(CacheLayerMixin):
         if mask is not None:
             keep, agrees = _read_mask(mask, new, table.lengths)
         decode = (
-            table.columns > 0
+            shared.is_decode(new)
+            and table.columns > 0
             and query.shape[2] == new
             and agrees is not False
-            and not shared.prefilling
-            and (new == 1 or (shared.verifying and new <= shared.config.verify_tokens))
             and kwargs.get("position_bias") is None
         )
         page_bytes = (

@@ -337,11 +337,12 @@ class HeadProfile:
 def model_facts(config: Any) -> dict[str, Any]:
     """The fields of a profile that come from a transformers config."""
     text = config.get_text_config(decoder=True)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     return {
         "num_layers": text.num_hidden_layers,
-        "num_kv_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        "head_dim": int(head_dim),
+        "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": int(head_dim) or None,
         "model_type": text.model_type,
         "model_id": getattr(config, "_name_or_path", "") or None,
         "revision": getattr(config, "_commit_hash", None),
