@@ -210,6 +210,16 @@ def test_fan_out_shares_pages_and_equals_separate_rows(model):
     assert sum(count > 0 for count in cache._table.references) == -(-121 // 4)  # others are free
 
 
+def test_crop_takes_a_tensor(model):
+    """Some versions of generate() compute the number on the device."""
+    cache = flexicache(model, *PAIRS, **SMALL)
+    forward(model, cache, random_ids(1, 60))
+    cache.crop(torch.tensor(-7))
+    length = cache.get_seq_length()
+    forward(model, cache, random_ids(1, 5))
+    assert (length, cache.get_seq_length()) == (53, 58)
+
+
 def test_reset_makes_it_as_good_as_new(model):
     ids = random_ids(2, 70)
     cache = flexicache(model, *PAIRS, **SMALL)

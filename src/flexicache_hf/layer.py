@@ -120,6 +120,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.stored: tuple[int, ...] = ()  # tokens of each row that this layer has
         self.linked = False  # the attention function has reported in
         self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
+        self.ignored: frozenset[str] = frozenset()
         self.torn = False  # an exception stopped a change midway
         self.is_initialized = False
 
@@ -245,6 +246,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         query: Tensor,
         mask: Tensor | None,
         base: BaseAttention,
+        ignored: frozenset[str] = frozenset(),
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of `query` `[B, H_q, q, D]` over this layer: `([B, q, H_q, D_v], weights)`.
@@ -252,7 +254,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         Args:
             mask: what transformers made for the model's own attention function.
             base: that function.
+            ignored: keyword arguments that it takes no notice of.
         """
+        self.ignored = ignored
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
@@ -346,7 +350,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         """Both groups' attention `[B, q, H_q, D_v]`."""
         assert self.groups is not None
         batch, heads, group, tokens, _ = queries.shape
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        softcap, sinks = (
+            None if name in self.ignored else kwargs.get(name) for name in ("softcap", "s_aux")
+        )
         if sinks is not None:
             sinks = sinks.view(heads, group)
         stats = self.shared.stats.current

@@ -38,12 +38,12 @@ def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
 
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, FlexiCacheDynamicCache):
+        # generate() says how many of the ids are new if it passes all of them; a chunk of a prompt,
+        # or a new part without the text before it, comes without that number
+        whole = kwargs.get("next_sequence_length") is not None
         first = bool(kwargs.get("is_first_iteration"))
-        cache._shared.prefilling = first
+        cache._shared.prefilling = first or not whole
         if input_ids is not None and kwargs.get("inputs_embeds") is None:
-            # generate() says how many of the ids are new if it passes all of them; a chunk of a
-            # prompt, or a new part without the text before it, comes without that number
-            whole = kwargs.get("next_sequence_length") is not None
             _check_continues(cache, input_ids, whole, first)
     prepare = type(model).prepare_inputs_for_generation
     return prepare(model, input_ids, *args, **kwargs)

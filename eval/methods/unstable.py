@@ -1,0 +1,73 @@
+"""Which heads a FlexiCache method treats as unstable: the profile's, or a control's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from flexicache_hf import HeadProfile
+from flexicache_hf.default_heads import default_unstable_heads
+
+Choice = Literal["profile", "none", "all", "random", "most-stable", "rule"]
+CHOICES = ("profile", "none", "all", "random", "most-stable", "rule")
+
+
+def choose_unstable(
+    model: Any, choice: Choice, profile: str | None, fraction: float = 0.25, seed: int = 0
+) -> HeadProfile:
+    """The heads as a profile without measurements.
+
+    "profile": those of `profile` (a file or directory), by default of the profile that belongs to
+    the model. "most-stable": as many, from the other end of its stability. "random": as many, or
+    `fraction` of all heads if there is no profile. "rule": the cache's guess without a profile.
+
+    Raises:
+        ValueError: the choice needs a profile, or something in it, that is not there.
+    """
+    text = model.config.get_text_config(decoder=True)
+    layers, heads = text.num_hidden_layers, text.num_key_value_heads
+    every = [(layer, head) for layer in range(layers) for head in range(heads)]
+    if choice == "none":
+        pairs = []
+    elif choice == "all":
+        pairs = every
+    elif choice == "rule":
+        pairs = default_unstable_heads(range(layers), layers, heads, fraction)
+    else:
+        found = _find(model, profile)
+        if choice == "random":
+            count = round(fraction * len(every)) if found is None else len(found.unstable_heads)
+            drawn = np.random.default_rng(seed).permutation(len(every))[:count]
+            pairs = [every[at] for at in drawn]
+        elif found is None:
+            raise ValueError(
+                f"unstable is {choice!r}, but there is no head profile of this model: give its "
+                "path as profile, or choose one of 'none', 'all', 'random', 'rule'"
+            )
+        elif choice == "profile":
+            pairs = list(found.unstable_heads)
+        else:
+            pairs = _most_stable(found, every)
+    return HeadProfile.from_unstable_heads(model.config, pairs)
+
+
+def _find(model: Any, profile: str | None) -> HeadProfile | None:
+    if profile is not None:
+        found = HeadProfile.from_pretrained(profile)
+        found.check(model.config)
+        return found
+    for_model = getattr(HeadProfile, "for_model", None)
+    return None if for_model is None else for_model(model)
+
+
+def _most_stable(profile: HeadProfile, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    matrix = getattr(profile, "stability", None)
+    if matrix is None:
+        raise ValueError(
+            "unstable is 'most-stable', but the profile carries no stability matrix: it only lists "
+            "heads. Use a measured profile"
+        )
+    measured = [pair for pair in every if matrix[pair[0]][pair[1]] is not None]
+    measured.sort(key=lambda pair: matrix[pair[0]][pair[1]], reverse=True)
+    return measured[: len(profile.unstable_heads)]
