@@ -17,6 +17,7 @@ from .default_heads import default_unstable_heads
 from .errors import FlexiCacheWarning
 from .host import HostBudget
 from .layer import FlexiCacheLayer, Shared
+from .learning import HeadLearner
 from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
@@ -34,7 +35,8 @@ class FlexiCacheDynamicCache(Cache):
             refused.
         profile: which heads are unstable: a `HeadProfile`, a directory, or a Hub repository. None
             takes the model's own, bundled with this package or beside the model; if there is
-            neither, the rule of `default_unstable_heads`, with a warning.
+            neither, the rule of `default_unstable_heads`, with a warning. "auto" learns the heads
+            while generating (`learning.py`).
         token_budget, page_size, rerank_interval: see `FlexiCacheConfig`.
         config: all other choices; the three above then come from it unless they are given too.
         queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
@@ -75,27 +77,40 @@ class FlexiCacheDynamicCache(Cache):
                 FlexiCacheWarning,
                 stacklevel=2,
             )
-        self.profile = _resolve_profile(profile, model_or_config, model_config, tiered)
+        heads = _kv_heads(text)
+        learner = None
+        if profile == "auto":
+            learner = HeadLearner(self.config, model_config, tiered, heads)
+            every = [(layer, head) for layer in tiered for head in range(heads)]
+            chosen = HeadProfile.from_unstable_heads(model_config, every, rule="still learning")
+        else:
+            chosen = _resolve_profile(profile, model_or_config, model_config, tiered)
         use_flexicache(model_config)
 
         self._table = PageTable(self.config.page_size, len(tiered))
         self._stats = CacheStats()
-        heads = _kv_heads(text)
-        unstable = sum(len(self.profile.unstable_in(index)) for index in tiered)
+        unstable = sum(len(chosen.unstable_in(index)) for index in tiered)
+        everything = len(tiered) * heads
         self._shared = Shared(
             self.config,
             self._table,
             self._stats,
-            HostBudget(self.config.host_memory_limit, len(tiered) * heads - unstable),
+            HostBudget(self.config.host_memory_limit, everything, everything - unstable),
             queue_factory or _QueuePerDevice(),
             lambda: getattr(text, "_attn_implementation", None),
+            chosen,
+            learner=learner,
         )
         for ordinal, index in enumerate(tiered):
-            chosen = self.profile.unstable_in(index)
-            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, chosen, heads)
+            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads)
         super().__init__(layers=layers)
         if model_config is not model_or_config:
             self._shared.guarded = guard_prompts(model_or_config)
+
+    @property
+    def profile(self) -> HeadProfile:
+        """Which heads are unstable; with `profile="auto"`, all of them until enough is learned."""
+        return self._shared.profile
 
     # -- what it did and holds -------------------------------------------------------------------
 
@@ -164,12 +179,14 @@ class FlexiCacheDynamicCache(Cache):
             layer.pending = layer.unanswered = None
         if left >= self._table.columns and self._consistent():
             return
+        self._restart_learning()
         copies = self._table.crop(left)
         for layer in tiered:
             layer.crop_rows(copies)
 
     def reset(self) -> None:
         """Forget everything; the same object can take a new prompt."""
+        self._restart_learning()
         self._table.clear()
         self._shared.prefilling = None
         for layer in self.layers:
@@ -219,6 +236,7 @@ class FlexiCacheDynamicCache(Cache):
         for cache in (self, other):
             if not cache._consistent() or any(layer.pending for layer in cache._tiered()):
                 raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        self._restart_learning()
         copies = self._table.join(other._table)
         for layer, joining in zip(self._tiered(), other._tiered(), strict=True):
             layer.join_rows(joining, copies)
@@ -242,6 +260,10 @@ class FlexiCacheDynamicCache(Cache):
     def _tiered(self) -> list[FlexiCacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, FlexiCacheLayer)]
 
+    def _restart_learning(self) -> None:
+        if self._shared.learner is not None:
+            self._shared.learner.restart()
+
     def _consistent(self) -> bool:
         return all(done == self._table.forwards for done in self._table.progress)
 
@@ -253,6 +275,7 @@ class FlexiCacheDynamicCache(Cache):
             return
         if not self._consistent():
             raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        self._restart_learning()
         copies = self._table.select(rows)
         for layer in self._tiered():
             layer.select_rows(rows, copies)

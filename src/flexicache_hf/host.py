@@ -29,10 +29,11 @@ class HostBudget:
 
     Attributes:
         limit: bytes, or None.
-        stable_heads: stable heads of all tiered layers together.
+        all_heads, stable_heads: KV heads of all tiered layers together, and the stable ones.
     """
 
     limit: int | None
+    all_heads: int
     stable_heads: int
 
     def check(self, pages: int, page_bytes: int) -> None:

@@ -12,9 +12,11 @@ function calls `attend()`, which alone knows the query and the mask:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import FlexiCacheConfig
-from .host import HostBudget, HostPages
+from .errors import FlexiCacheWarning
+from .host import HostBudget, HostMemoryError, HostPages
+from .learning import HeadLearner
+from .profile import HeadProfile
 from .ranking import is_due
 from .sparse_attention import attend_pages
 from .stable import StableHeads
@@ -45,10 +50,12 @@ class Shared:
 
     Attributes:
         implementation: name of the attention implementation the model uses right now.
+        profile: which heads are unstable; layers follow when it changes.
         prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
             that follows consumes it.
         verifying: assisted decoding has begun: short multi-token forwards are decode steps.
         guarded: generate() tells; a forward that it did not announce verifies nothing.
+        learner: learns the profile, with `profile="auto"`.
     """
 
     config: FlexiCacheConfig
@@ -57,9 +64,29 @@ class Shared:
     budget: HostBudget
     make_queue: QueueFactory
     implementation: Callable[[], str | None]
+    profile: HeadProfile
     prefilling: bool | None = None
     verifying: bool = False
     guarded: bool = False
+    learner: HeadLearner | None = None
+    page_bytes: int = 0  # of one page of one head, keys and values
+
+    def assign_learned(self) -> None:
+        """Take the learned profile, unless the host has no room for the stable heads' pages."""
+        assert self.learner is not None
+        learned, self.learner = self.learner.profile(), None
+        stable = self.budget.all_heads - len(learned.unstable_heads)
+        try:
+            budget = replace(self.budget, stable_heads=stable)
+            budget.check(self.table.capacity, self.page_bytes)
+        except HostMemoryError as error:
+            warnings.warn(
+                f"the heads were learned, but all stay on the device: {error}",
+                FlexiCacheWarning,
+                stacklevel=2,
+            )
+            return
+        self.profile, self.budget = learned, budget
 
     def is_decode(self, new: int) -> bool:
         """Whether a forward of `new` tokens is a decode step; asked once per forward."""
@@ -101,12 +128,10 @@ class FlexiCacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self, shared: Shared, ordinal: int, index: int, unstable_heads: tuple[int, ...], heads: int
-    ) -> None:
+    def __init__(self, shared: Shared, ordinal: int, index: int, heads: int) -> None:
         super().__init__()
         self.shared, self.ordinal, self.index = shared, ordinal, index
-        self.unstable_heads, self.config_heads = unstable_heads, heads
+        self.config_heads = heads
         self.clear()
 
     def clear(self) -> None:
@@ -130,7 +155,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         """Take heads, dimensions, dtype and device from the first keys and values."""
         shared, config = self.shared, self.shared.config
         device, heads = key_states.device, key_states.shape[1]
-        unstable = [head for head in self.unstable_heads if head < heads]
+        self.profile = shared.profile
+        self.stable = self.unstable = None
+        unstable = [head for head in self.profile.unstable_in(self.index) if head < heads]
         stable = [head for head in range(heads) if head not in unstable]
         self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
         if stable:
@@ -157,6 +184,8 @@ class FlexiCacheLayer(CacheLayerMixin):
             self.unstable = UnstableHeads(
                 self.groups[1].heads, key_states, value_states, shared.table, config
             )
+            if shared.learner is not None:
+                self.unstable.observer = partial(shared.learner.observe, self.ordinal)
         self.rows = key_states.shape[0]
         self.is_initialized = True
 
@@ -278,6 +307,9 @@ class FlexiCacheLayer(CacheLayerMixin):
             raise
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        elif self.profile is not self.shared.profile:
+            with self._changing():
+                self._reassign(keys, values, query, _scaling(query, kwargs))
         with self._changing():
             for group in (self.stable, self.unstable):
                 if group is not None:
@@ -438,6 +470,9 @@ class FlexiCacheLayer(CacheLayerMixin):
             * (key_dim + self.pending[1].shape[3])
             * self.pending[0].dtype.itemsize
         )
+        shared.page_bytes = page_bytes
+        if shared.learner is not None and shared.learner.ready:
+            shared.assign_learned()
         shared.budget.check(table.pages_needed(rows, new, keep), page_bytes)
         step = table.enter(self.ordinal, rows, new, keep, decode, told)
         shared.stats.open(new, decode)
@@ -478,6 +513,30 @@ class FlexiCacheLayer(CacheLayerMixin):
                 self.shared.stats.current.device_to_host += written
                 if chosen is not None:
                     self.shared.stats.current.stable_ranked += len(stable)
+
+    def _reassign(self, keys: Tensor, values: Tensor, query: Tensor, scaling: float) -> None:
+        """The profile was learned: hand the pages of heads that are stable now to the host."""
+        held = self.unstable
+        assert held is not None and len(held.heads) == keys.shape[1], "all learn as unstable heads"
+        self.lazy_initialization(keys, values)
+        assert self.groups is not None
+        stable, unstable = self.groups
+        queries = query.unflatten(1, (keys.shape[1], -1))
+        for group in (self.stable, self.unstable):
+            if group is not None:
+                group.reserve()
+        for row, tokens in enumerate(self.stored):
+            row_keys, row_values = held.row(row, tokens)
+            if self.unstable is not None:
+                self.unstable.store_row(
+                    row, 0, row_keys[unstable.index], row_values[unstable.index]
+                )
+            if self.stable is not None:
+                stable_keys, stable_values = row_keys[stable.index], row_values[stable.index]
+                written = self.stable.store_row(row, 0, stable_keys, stable_values)
+                self.shared.stats.current.device_to_host += written
+                chosen = queries[row, stable.index, :, -1]
+                self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
 
     def _history(
         self, lengths: tuple[int, ...], columns: int, keys: Tensor, values: Tensor
