@@ -12,7 +12,7 @@ ranks and counts of a padded row equal those of the row alone.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -60,6 +60,7 @@ class Method:
     budget: int
 
     name: ClassVar[str]
+    title: ClassVar[str]
     paper: ClassVar[str]
     gqa: ClassVar[str]  # which heads choose together, and how a group is combined
     accounting: ClassVar[str]  # what the budget means
@@ -74,10 +75,21 @@ class Method:
         be dense."""
         return True
 
+    def notes(self) -> list[str]:
+        """What a reader of a table must know besides the options that were changed."""
+        return []
+
     @property
     def label(self) -> str:
-        """The method's name in tables."""
-        return self.name
+        """The method's name in tables, different for different options (paths are left out)."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in ("budget", "profile", "gates")
+            and getattr(self, field.name) != field.default
+        ]
+        notes = self.notes() + changed
+        return self.title + (f" ({', '.join(notes)})" if notes else "")
 
     def selector(self, model: Any) -> Selector:
         raise NotImplementedError

@@ -30,6 +30,7 @@ class Quest(Method):
     last_page: Literal["forced", "ranked"] = "forced"
 
     name: ClassVar[str] = "quest"
+    title: ClassVar[str] = "Quest"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.10774"
     gqa: ClassVar[str] = "query head; raw bounds, no group combination"
     accounting: ClassVar[str] = (
@@ -42,10 +43,6 @@ class Quest(Method):
         pages_of(self.budget, self.page)
         if self.last_page not in ("forced", "ranked"):
             raise ValueError(f"last_page is {self.last_page!r}, expected 'forced' or 'ranked'")
-
-    @property
-    def label(self) -> str:
-        return "Quest" if self.last_page == "forced" else "Quest (last page ranked)"
 
     def selector(self, model: Any) -> Selector:
         return QuestSelector(self)
