@@ -41,7 +41,7 @@ def test_no_rerank_ranks_once():
 
 @pytest.mark.parametrize("first_rank", ["prefill", "decode"])
 def test_only_the_set_difference_is_promoted(first_rank):
-    """Counted against the page sets of the reference: pages of the new set that were not attended."""
+    """Counted against the reference: pages of the new set that were not attended before."""
     model = tiny_llama(layers=3, dtype=torch.float64)
     config = FlexiCacheConfig(
         token_budget=32, page_size=4, rerank_interval=4, first_rank=first_rank, stagger=False

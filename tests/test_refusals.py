@@ -77,7 +77,7 @@ def test_no_profile_warns_once_and_works():
 def test_unknown_attention_implementation():
     model = copy.deepcopy(tiny_llama())
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="flex_attention.*expected one of sdpa, eager"):
+    with pytest.raises(ValueError, match=r"flex_attention.*expected one of sdpa, eager"):
         flexicache(model)
 
 

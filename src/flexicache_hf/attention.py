@@ -62,7 +62,9 @@ class _Renamed:
         return getattr(self._module, name)
 
 
-def _attention_over(base: BaseAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _attention_over(
+    base: BaseAttention, ignored: frozenset[str]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def flexicache_attention(
         module: torch.nn.Module,
         query: Tensor,
@@ -75,7 +77,7 @@ def _attention_over(base: BaseAttention) -> Callable[..., tuple[Tensor, Tensor |
         layer = kwargs.pop("flexi_layer", None) or getattr(key, "_flexi_layer", None)
         if not isinstance(layer, FlexiCacheLayer):
             return base(module, query, key, value, attention_mask, **kwargs)
-        return layer.attend(module, query, attention_mask, base, **kwargs)
+        return layer.attend(module, query, attention_mask, base, ignored, **kwargs)
 
     return flexicache_attention
 
@@ -88,7 +90,9 @@ def register() -> None:
         ("flash_attention_2", _flash("flash_attention_2"), flash_attention_mask),
         ("flash_attention_3", _flash("flash_attention_3"), flash_attention_mask),
     ):
-        AttentionInterface.register(NAMES[implementation], _attention_over(base))
+        # sdpa computes neither; where transformers lets it pass, our decode steps must not either
+        ignored = frozenset({"softcap", "s_aux"} if implementation == "sdpa" else ())
+        AttentionInterface.register(NAMES[implementation], _attention_over(base, ignored))
         AttentionMaskInterface.register(NAMES[implementation], mask)
 
 

@@ -94,7 +94,7 @@ class FlexiCacheDynamicCache(Cache):
             layers[index] = FlexiCacheLayer(self._shared, ordinal, index, chosen, heads)
         super().__init__(layers=layers)
         if model_config is not model_or_config:
-            guard_prompts(model_or_config)
+            self._shared.guarded = guard_prompts(model_or_config)
 
     # -- what it did and holds -------------------------------------------------------------------
 
@@ -140,6 +140,7 @@ class FlexiCacheDynamicCache(Cache):
 
         As in transformers >= 5.24 the argument is zero or negative.
         """
+        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove is {tokens_to_remove}, expected zero or a negative number: "

@@ -45,8 +45,10 @@ class Shared:
 
     Attributes:
         implementation: name of the attention implementation the model uses right now.
-        prefilling: whether generate() is feeding a prompt; None when nobody told.
-        verifying: assisted decoding is running: short multi-token forwards are decode steps.
+        prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
+            that follows consumes it.
+        verifying: assisted decoding has begun: short multi-token forwards are decode steps.
+        guarded: generate() tells; a forward that it did not announce verifies nothing.
     """
 
     config: FlexiCacheConfig
@@ -57,6 +59,15 @@ class Shared:
     implementation: Callable[[], str | None]
     prefilling: bool | None = None
     verifying: bool = False
+    guarded: bool = False
+
+    def is_decode(self, new: int) -> bool:
+        """Whether a forward of `new` tokens is a decode step; asked once per forward."""
+        prefilling, self.prefilling = self.prefilling, None
+        if prefilling:
+            return False
+        verifies = self.verifying and (prefilling is False or not self.guarded)
+        return new == 1 or (verifies and new <= self.config.verify_tokens)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.stored: tuple[int, ...] = ()  # tokens of each row that this layer has
         self.linked = False  # the attention function has reported in
         self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
+        self.ignored: frozenset[str] = frozenset()
         self.torn = False  # an exception stopped a change midway
         self.is_initialized = False
 
@@ -234,6 +246,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         query: Tensor,
         mask: Tensor | None,
         base: BaseAttention,
+        ignored: frozenset[str] = frozenset(),
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of `query` `[B, H_q, q, D]` over this layer: `([B, q, H_q, D_v], weights)`.
@@ -241,7 +254,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         Args:
             mask: what transformers made for the model's own attention function.
             base: that function.
+            ignored: keyword arguments that it takes no notice of.
         """
+        self.ignored = ignored
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
@@ -335,7 +350,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         """Both groups' attention `[B, q, H_q, D_v]`."""
         assert self.groups is not None
         batch, heads, group, tokens, _ = queries.shape
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        softcap, sinks = (
+            None if name in self.ignored else kwargs.get(name) for name in ("softcap", "s_aux")
+        )
         if sinks is not None:
             sinks = sinks.view(heads, group)
         stats = self.shared.stats.current
@@ -396,11 +413,10 @@ class FlexiCacheLayer(CacheLayerMixin):
         if mask is not None:
             keep, agrees = _read_mask(mask, new, table.lengths)
         decode = (
-            table.columns > 0
+            shared.is_decode(new)
+            and table.columns > 0
             and query.shape[2] == new
             and agrees is not False
-            and not shared.prefilling
-            and (new == 1 or (shared.verifying and new <= shared.config.verify_tokens))
             and kwargs.get("position_bias") is None
         )
         page_bytes = (

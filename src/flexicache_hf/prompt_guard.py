@@ -16,15 +16,21 @@ import torch
 from torch import Tensor
 
 
-def guard_prompts(model: Any) -> None:
-    """Watch the prompts that `model.generate` feeds to our caches; does nothing the second time."""
+def guard_prompts(model: Any) -> bool:
+    """Watch the prompts that `model.generate` feeds to our caches; returns whether that works.
+
+    Watching a model twice is the same as watching it once.
+    """
     prepare = getattr(model, "prepare_inputs_for_generation", None)
-    if prepare is None or "prepare_inputs_for_generation" in vars(model):
-        return
+    if prepare is None:
+        return False
+    if isinstance(prepare, partial) and prepare.func is _prepare:
+        return True
     # a partial over the model, not a closure: copy.deepcopy(model) then guards the copy
     watching = partial(_prepare, model)
     watching.__signature__ = inspect.signature(prepare)  # type: ignore[attr-defined]
     model.prepare_inputs_for_generation = watching
+    return True
 
 
 def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -32,19 +38,21 @@ def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
 
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, FlexiCacheDynamicCache):
+        # generate() says how many of the ids are new if it passes all of them; a chunk of a prompt,
+        # or a new part without the text before it, comes without that number
+        whole = kwargs.get("next_sequence_length") is not None
         first = bool(kwargs.get("is_first_iteration"))
-        cache._shared.prefilling = first
+        cache._shared.prefilling = first or not whole
         if input_ids is not None and kwargs.get("inputs_embeds") is None:
-            _check_continues(cache, input_ids, kwargs.get("attention_mask"), first)
+            _check_continues(cache, input_ids, whole, first)
     prepare = type(model).prepare_inputs_for_generation
     return prepare(model, input_ids, *args, **kwargs)
 
 
-def _check_continues(cache: Any, ids: Tensor, mask: Tensor | None, first: bool) -> None:
+def _check_continues(cache: Any, ids: Tensor, whole: bool, first: bool) -> None:
     """Raises ValueError unless `ids` continue the cached text; remembers them."""
     held = cache.get_seq_length()
     known = cache._prompt_ids
-    whole = mask is None or mask.shape[-1] == ids.shape[1]
     if first and held and whole:
         if known is not None and len(known) != len(ids):
             raise ValueError(
@@ -61,9 +69,9 @@ def _check_continues(cache: Any, ids: Tensor, mask: Tensor | None, first: bool) 
                 f"the prompt does not begin with the {held} tokens this cache holds: it belongs to "
                 "another text. Use a new cache, or cache.reset()"
             )
-    if whole:
+    if whole or not held:
         cache._prompt_ids = ids
     elif known is not None and len(known) == len(ids) and known.shape[1] >= held:
-        cache._prompt_ids = torch.cat([known[:, :held], ids], 1)  # only the new part was passed
+        cache._prompt_ids = torch.cat([known[:, :held].to(ids.device), ids], 1)
     else:
         cache._prompt_ids = None

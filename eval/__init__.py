@@ -1,0 +1,1 @@
+"""Accuracy-retention harness: tasks, metrics, methods, a runner and a report."""
