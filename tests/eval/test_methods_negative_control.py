@@ -37,8 +37,7 @@ FORGETTING = {
 
 
 def has_profile(model):
-    for_model = getattr(HeadProfile, "for_model", None)
-    return for_model is not None and for_model(model) is not None
+    return HeadProfile.for_model(model) is not None
 
 
 @pytest.fixture(scope="module")
