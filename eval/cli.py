@@ -14,7 +14,7 @@ Subparsers = Any  # argparse keeps the type private
 def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     """Adds `eval` to another program's subparsers.
 
-    After parsing, `args.handler(args)` runs the chosen command and returns the exit status.
+    After parsing, `args.run(args)` runs the chosen command and returns the exit status.
     """
     help_text = "accuracy against dense: LongBench, L-Eval, RULER, your own rows"
     parser: argparse.ArgumentParser = subparsers.add_parser("eval", help=help_text)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(parser)
     args = parser.parse_args(argv)
     try:
-        return int(args.handler(args))
+        return int(args.run(args))
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,7 +53,7 @@ def _add_score(commands: Subparsers) -> None:
         "--predictions", required=True, metavar="FILE.jsonl", help="official format, or our own"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.set_defaults(handler=_score)
+    parser.set_defaults(run=_score)
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def _add_run(commands: Subparsers) -> None:
     add("--profile", metavar="PATH", help="head profile for methods with a `profile` option")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     add("--device", help="default: an accelerator if there is one; auto: all, one model over them")
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -110,7 +110,7 @@ def _add_report(commands: Subparsers) -> None:
     parser.add_argument("results", metavar="DIR", nargs="+", help="result folders of `run`")
     parser.add_argument("--out", metavar="DIR", help="default: DIR/report of the first folder")
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples")
-    parser.set_defaults(handler=_report)
+    parser.set_defaults(run=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -125,7 +125,7 @@ def _add_compare(commands: Subparsers) -> None:
     parser.add_argument("first", metavar="DIR[:METHOD@BUDGET]")
     parser.add_argument("second", metavar="DIR[:METHOD@BUDGET]")
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples")
-    parser.set_defaults(handler=_compare)
+    parser.set_defaults(run=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -33,7 +33,8 @@ class FlexiCacheDynamicCache(Cache):
             the cache where a prompt ends, and prompts that do not continue the cached text are
             refused.
         profile: which heads are unstable: a `HeadProfile`, a directory, or a Hub repository. None
-            uses the stated rule of `default_unstable_heads`, with a warning.
+            takes the model's own, bundled with this package or beside the model; if there is
+            neither, the rule of `default_unstable_heads`, with a warning.
         token_budget, page_size, rerank_interval: see `FlexiCacheConfig`.
         config: all other choices; the three above then come from it unless they are given too.
         queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
@@ -237,6 +238,8 @@ def _resolve_profile(
         found = profile
     elif profile is not None:
         found = HeadProfile.from_pretrained(profile)
+    elif (own := HeadProfile.for_model(model, hub=False)) is not None:
+        found = own
     else:
         text = config.get_text_config(decoder=True)
         pairs = default_unstable_heads(tiered, text.num_hidden_layers, _kv_heads(text))

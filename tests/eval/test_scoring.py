@@ -58,11 +58,11 @@ def test_command_below_another_program(write_jsonl, capsys):
     path = str(write_jsonl([LEVAL]))
     base = ["eval", "score", "--suite", "leval", "--task", "patent_summ", "--predictions", path]
     args = parser.parse_args([*base, "--json"])
-    assert args.handler(args) == 0
+    assert args.run(args) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["score"], result["main"], result["n"]) == (80.0, "rougeL", 1)
     assert set(result["scores"]) == {"rouge1", "rouge2", "rougeL", "geo"}
 
     args = parser.parse_args(base)
-    assert args.handler(args) == 0
+    assert args.run(args) == 0
     assert "80.0 (rougeL, 1 rows)" in capsys.readouterr().out
