@@ -12,7 +12,7 @@ ranks and counts of a padded row equal those of the row alone.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -76,19 +76,13 @@ class Method:
         return True
 
     def notes(self) -> list[str]:
-        """What a reader of a table must know besides the options that were changed."""
+        """What a reader of a table must know about these options, in words."""
         return []
 
     @property
     def label(self) -> str:
-        """The method's name in tables, different for different options (paths are left out)."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name not in ("budget", "profile", "gates")
-            and getattr(self, field.name) != field.default
-        ]
-        notes = self.notes() + changed
+        """The method's name in tables."""
+        notes = self.notes()
         return self.title + (f" ({', '.join(notes)})" if notes else "")
 
     def selector(self, model: Any) -> Selector:

@@ -75,6 +75,14 @@ class FlexiCacheMethod(Method):
             **given,
         )
 
+    def notes(self) -> list[str]:
+        notes = [] if self.preset == "default" else [self.preset]
+        if self.unstable != "profile":
+            notes.append(f"{self.unstable} unstable")
+        if self.rerank_interval == 0:
+            notes.append("no re-rank")
+        return notes
+
 
 @dataclass(frozen=True)
 class FlexiCache(FlexiCacheMethod):

@@ -54,6 +54,9 @@ class InfiniGen(Method):
                 "layer below to speculate from"
             )
 
+    def notes(self) -> list[str]:
+        return ["query head"] if self.per_query_head else []
+
     def selector(self, model: Any) -> Selector:
         return InfiniGenSelector(self)
 

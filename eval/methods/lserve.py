@@ -75,8 +75,9 @@ class LServe(Method):
         )
 
     def notes(self) -> list[str]:
-        proxy = [self.gates] if self.gates in PROXIES else []
-        return proxy + (["scaled"] if self.budget < PAPER_BUDGET else [])
+        notes = [self.gates] if self.gates in PROXIES else []
+        notes += ["scaled"] if self.budget < PAPER_BUDGET else []
+        return notes + (["sparse prefill"] if self.sparse_prefill else [])
 
     @property
     def replays(self) -> bool:

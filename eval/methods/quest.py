@@ -44,6 +44,9 @@ class Quest(Method):
         if self.last_page not in ("forced", "ranked"):
             raise ValueError(f"last_page is {self.last_page!r}, expected 'forced' or 'ranked'")
 
+    def notes(self) -> list[str]:
+        return [] if self.last_page == "forced" else ["last page ranked"]
+
     def selector(self, model: Any) -> Selector:
         return QuestSelector(self)
 

@@ -52,6 +52,9 @@ class SnapKV(Method):
                 "'avg' and 'query' or 'mean'"
             )
 
+    def notes(self) -> list[str]:
+        return [] if self.group == "query" else ["KV head"]
+
     def selector(self, model: Any) -> Selector:
         return SnapKVSelector(self)
 

@@ -40,6 +40,9 @@ class StreamingLLM(Method):
         if self.positions not in ("slot", "original"):
             raise ValueError(f"positions is {self.positions!r}, expected 'slot' or 'original'")
 
+    def notes(self) -> list[str]:
+        return [] if self.positions == "slot" else ["original positions"]
+
     def selector(self, model: Any) -> Selector:
         return StreamingSelector(self, Rope(model) if self.positions == "slot" else None)
 
