@@ -190,6 +190,45 @@ class FlexiCacheDynamicCache(Cache):
         numbers = torch.arange(self._table.rows)[torch.as_tensor(indices).cpu()]
         self._select(numbers.tolist(), lambda layer: layer.batch_select_indices(indices))
 
+    def join(self, other: FlexiCacheDynamicCache) -> None:
+        """Append the rows of `other`, for batches whose rows come and go; `other` must not be used
+        any more.
+
+        Rows may be of any length: shorter ones count as padded on the left, and padding is not
+        stored. Decode steps then need explicit `position_ids` (`cache.lengths`), but no mask.
+
+        Raises:
+            ValueError: the caches differ in configuration or heads, or have layers that are not
+                tiered.
+        """
+        if (self.config, self.profile.unstable_heads) != (
+            other.config,
+            other.profile.unstable_heads,
+        ):
+            raise ValueError("the caches differ in their configuration or unstable heads")
+        if len(self._tiered()) != len(self.layers):
+            kinds = {type(layer).__name__ for layer in self.layers} - {"FlexiCacheLayer"}
+            raise ValueError(
+                "rows can only join where every layer is tiered; this model also has "
+                f"{', '.join(sorted(kinds))}"
+            )
+        if not other._table.rows:
+            return
+        if not self._table.rows:
+            raise ValueError("this cache is empty: use the other one")
+        for cache in (self, other):
+            if not cache._consistent() or any(layer.pending for layer in cache._tiered()):
+                raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        copies = self._table.join(other._table)
+        for layer, joining in zip(self._tiered(), other._tiered(), strict=True):
+            layer.join_rows(joining, copies)
+        self._prompt_ids = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens each row holds, padding left out: where its next position begins."""
+        return self._table.lengths
+
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: short multi-token forwards verify candidates."""
         super().activate_past_recording()

@@ -133,6 +133,16 @@ class HostPages:
                 source = pool[chunk].view(-1, target.shape[-1])
                 yield PageCopy(target, target_rows, source, rows)
 
+    def join(self, other: HostPages, copies: Sequence[tuple[int, int]]) -> None:
+        """Take over pages `(their id, ours)` of another cache; nothing of either is in flight."""
+        for source, target in copies:
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                chunk = bisect_right(self.starts, target) - 1
+                from_chunk = bisect_right(other.starts, source) - 1
+                mine[chunk][target - self.starts[chunk]] = theirs[from_chunk][
+                    source - other.starts[from_chunk]
+                ]
+
     def _runs(self, ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """`(first, count, chunk, offset)`: ids[first:first + count] are consecutive in a chunk."""
         first = 0

@@ -238,6 +238,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.rows = len(rows)
         self.stored = self.shared.table.lengths
 
+    def join_rows(self, other: FlexiCacheLayer, copies: Sequence[tuple[int, int]]) -> None:
+        """Follow the table, to which the rows of another cache were appended."""
+        with self._changing():
+            if self.unstable is not None and other.unstable is not None:
+                self.unstable.join(other.unstable, copies)
+            if self.stable is not None and other.stable is not None:
+                self.stable.join(other.stable, self.rows, copies)
+        self.rows += other.rows
+        self.stored = self.shared.table.lengths
+        self.columns = self.shared.table.columns
+
     # -- attention -------------------------------------------------------------------------------
 
     def attend(
@@ -297,6 +308,8 @@ class FlexiCacheLayer(CacheLayerMixin):
             keys = torch.cat([past_keys, keys], 2)
             values = torch.cat([past_values, values], 2)
             del past_keys, past_values
+        if not step.padding_told:
+            mask = self._padding_mask(query)  # an own loop that leaves padding to the cache
         out = base(module, query, keys, values, mask, **kwargs)
         with self._changing():
             self._store(keys, values, query, step, _scaling(query, kwargs))
@@ -330,8 +343,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         early = sorted(self.stable.unranked) if self.stable is not None else []
         if early:
             self._rerank(early, queries, step, scaling)
-        if max(step.pages) <= self.shared.config.pages:
-            columns = self.shared.table.columns
+        columns = self.shared.table.columns
+        covered = max(step.pages) <= self.shared.config.pages
+        if covered and step.padding_told:
             out, weights = base(
                 module, query, *self._history(step.lengths, columns, keys, values), mask, **kwargs
             )
@@ -409,14 +423,14 @@ class FlexiCacheLayer(CacheLayerMixin):
         if (step := table.current(self.ordinal)) is not None:
             return step
         rows, _, new, key_dim = self.pending[0].shape
-        keep = agrees = None
+        keep, agrees, told = None, True, mask is not None
         if mask is not None:
-            keep, agrees = _read_mask(mask, new, table.lengths)
+            keep, agrees, told = _read_mask(mask, new, table.lengths)
         decode = (
             shared.is_decode(new)
             and table.columns > 0
             and query.shape[2] == new
-            and agrees is not False
+            and agrees
             and kwargs.get("position_bias") is None
         )
         page_bytes = (
@@ -425,7 +439,7 @@ class FlexiCacheLayer(CacheLayerMixin):
             * self.pending[0].dtype.itemsize
         )
         shared.budget.check(table.pages_needed(rows, new, keep), page_bytes)
-        step = table.enter(self.ordinal, rows, new, keep, decode)
+        step = table.enter(self.ordinal, rows, new, keep, decode, told)
         shared.stats.open(new, decode)
         return step
 
@@ -510,6 +524,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         yield
         self.torn = False
 
+    def _padding_mask(self, query: Tensor) -> Tensor:
+        """Additive mask `[B, 1, q, C]` that hides the padding of each row and the future."""
+        visible = self.shared.table.visible_columns(query.shape[2]).to(query.device)
+        hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        return hidden.masked_fill_(~visible, torch.finfo(query.dtype).min)
+
     def _due(self, step: Step) -> list[int]:
         config = self.shared.config
         return [
@@ -564,9 +584,12 @@ def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor | None, bool]:
-    """What a mask says: which new columns are tokens (None for all), and whether it shows exactly
-    what is stored.
+def _read_mask(
+    mask: Tensor, new: int, lengths: tuple[int, ...]
+) -> tuple[Tensor | None, bool, bool]:
+    """What a mask says: which new columns are tokens (None for all), whether it shows exactly what
+    is stored, and whether it tells of padding at all: a causal mask that shows every column is what
+    transformers makes when nobody gave it a padding mask.
 
     Args:
         mask: `[B or 1, 1, q, C]` bool or additive (0 where visible), or `[B, C]`.
@@ -577,6 +600,8 @@ def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor
     visible = last.bool() if last.dtype == torch.bool or mask.ndim == 2 else last >= 0
     fresh = visible[:, -new:]
     counts = visible.sum(-1).tolist()
+    if min(counts) == visible.shape[-1]:
+        return None, True, False
     kept = fresh.sum(-1).tolist()
     if len(counts) == 1 and len(lengths) > 1:  # one mask for all rows
         counts, kept, fresh = (
@@ -594,4 +619,4 @@ def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor
                 )
     all_kept = min(kept) == new
     agrees = all_kept and all(c - new == held for c, held in zip(counts, stored))
-    return (None if all_kept else fresh.cpu()), agrees
+    return (None if all_kept else fresh.cpu()), agrees, True

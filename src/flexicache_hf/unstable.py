@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .config import FlexiCacheConfig
 from .digest import page_digests, page_scores
-from .pools import as_pages, copy_pages, grown, nbytes, store_pages
+from .pools import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
 from .ranking import select_pages
 from .table import PageTable, Step
 from .visibility import visible_tokens
@@ -146,6 +146,13 @@ class UnstableHeads:
         self.reserve()
         for pool in (self.keys, self.values):
             copy_pages(pool, copies)
+
+    def join(self, other: UnstableHeads, copies: Sequence[tuple[int, int]]) -> None:
+        """Take over the pages of another cache's rows."""
+        self.reserve()
+        import_pages(self.keys, other.keys, copies)
+        import_pages(self.values, other.values, copies)
+        import_pages(self.digests, other.digests, copies)
 
     def page_bytes(self) -> int:
         return nbytes(self.keys, self.values)
