@@ -12,7 +12,9 @@ function calls `attend()`, which alone knows the query and the mask:
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .compiled import number_of
 from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
 from .host import HostBudget, HostMemoryError, HostPages
@@ -132,7 +135,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         super().__init__()
         self.shared, self.ordinal, self.index = shared, ordinal, index
         self.config_heads = heads
+        self.number = number_of(self)
         self.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlexiCacheLayer:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        shared_with_the_model = {"module": self.module, "base": self.base}
+        for name, value in vars(self).items():
+            setattr(copied, name, shared_with_the_model.get(name) or copy.deepcopy(value, memo))
+        copied.number = number_of(copied)
+        return copied
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -146,6 +159,8 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.linked = False  # the attention function has reported in
         self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
         self.ignored: frozenset[str] = frozenset()
+        self.module: Callable[[], torch.nn.Module | None] = lambda: None
+        self.base: BaseAttention | None = None
         self.torn = False  # an exception stopped a change midway
         self.is_initialized = False
 
@@ -197,13 +212,10 @@ class FlexiCacheLayer(CacheLayerMixin):
         Returns them alone once the attention function has reported in; until then everything held,
         so that a foreign attention function still computes what a dense cache would.
         """
-        self._check_new(key_states)
-        keys, values = key_states.detach(), value_states.detach()
-        self.unanswered = self.pending
-        if self.pending is not None:
-            keys = torch.cat([self.pending[0], keys], 2)
-            values = torch.cat([self.pending[1], values], 2)
-        self.pending = (keys, values)
+        if self.linked and torch.compiler.is_compiling():
+            keys, values = key_states, value_states  # the operator holds them when it runs
+        else:
+            keys, values = self.hold(key_states, value_states)
         # An alias carries the mark: on a tensor we keep it would tie layer and tensor in a cycle,
         # and device memory would wait for the garbage collector. transformers >= 5.24 also passes
         # the keyword arguments that the attention function will get.
@@ -212,6 +224,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         if isinstance(passed := kwargs.get("kwargs"), dict):
             passed["flexi_layer"] = self
         return marked, values
+
+    def hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold new keys and values; returns everything held."""
+        self._check_new(key_states)
+        keys, values = key_states.detach(), value_states.detach()
+        self.unanswered = self.pending
+        if self.pending is not None:
+            keys = torch.cat([self.pending[0], keys], 2)
+            values = torch.cat([self.pending[1], values], 2)
+        self.pending = (keys, values)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Columns cached, padding included, as transformers counts."""
@@ -296,7 +319,9 @@ class FlexiCacheLayer(CacheLayerMixin):
             base: that function.
             ignored: keyword arguments that it takes no notice of.
         """
-        self.ignored = ignored
+        self.base, self.ignored = base, ignored
+        if module is not None:
+            self.module = weakref.ref(module)
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
