@@ -134,7 +134,7 @@ class UnstableHeads:
 
     def row(self, row: int, tokens: int) -> tuple[Tensor, Tensor]:
         """All keys and values `[H_u, tokens, D]` of one row."""
-        ids = torch.tensor(self.table.pages[row], device=self.keys.device)
+        ids = torch.tensor(self.table.pages[row], dtype=torch.long, device=self.keys.device)
         keys, values = (
             pool.index_select(0, ids).transpose(0, 1).flatten(1, 2)[:, :tokens]
             for pool in (self.keys, self.values)
