@@ -15,6 +15,7 @@ from .attention import use_flexicache
 from .config import FlexiCacheConfig
 from .default_heads import default_unstable_heads
 from .errors import FlexiCacheWarning
+from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
 from .layer import FlexiCacheLayer, Shared
 from .pools import nbytes
@@ -80,19 +81,21 @@ class FlexiCacheDynamicCache(Cache):
 
         self._table = PageTable(self.config.page_size, len(tiered))
         self._stats = CacheStats()
-        heads = _kv_heads(text)
-        unstable = sum(len(self.profile.unstable_in(index)) for index in tiered)
+        heads = [kv_heads(text, index) for index in tiered]
+        chosen = [self.profile.unstable_in(index) for index in tiered]
         self._shared = Shared(
             self.config,
             self._table,
             self._stats,
-            HostBudget(self.config.host_memory_limit, len(tiered) * heads - unstable),
+            HostBudget(self.config.host_memory_limit, list(zip(heads, chosen, strict=True))),
             queue_factory or _QueuePerDevice(),
             lambda: getattr(text, "_attn_implementation", None),
+            tensor_parallel_rank(model_or_config),
         )
         for ordinal, index in enumerate(tiered):
-            chosen = self.profile.unstable_in(index)
-            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, chosen, heads)
+            layers[index] = FlexiCacheLayer(
+                self._shared, ordinal, index, chosen[ordinal], heads[ordinal]
+            )
         super().__init__(layers=layers)
         if model_config is not model_or_config:
             self._shared.guarded = guard_prompts(model_or_config)
@@ -242,7 +245,7 @@ def _resolve_profile(
         found = own
     else:
         text = config.get_text_config(decoder=True)
-        pairs = default_unstable_heads(tiered, text.num_hidden_layers, _kv_heads(text))
+        pairs = default_unstable_heads(tiered, text.num_hidden_layers, kv_heads(text))
         if tiered:
             warnings.warn(
                 "no head profile was given: the unstable heads are guessed from their place in the "
@@ -253,11 +256,6 @@ def _resolve_profile(
         return HeadProfile.from_unstable_heads(config, pairs, rule="middle of the stack")
     found.check(config)
     return found
-
-
-def _kv_heads(text: Any) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(heads)
 
 
 def _token_bytes(slots: Tensor) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import FlexiCacheConfig
+from .heads import held_heads
 from .host import HostBudget, HostPages
 from .ranking import is_due
 from .sparse_attention import attend_pages
@@ -45,6 +46,7 @@ class Shared:
 
     Attributes:
         implementation: name of the attention implementation the model uses right now.
+        rank: see `heads.tensor_parallel_rank`.
         prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
             that follows consumes it.
         verifying: assisted decoding has begun: short multi-token forwards are decode steps.
@@ -57,6 +59,7 @@ class Shared:
     budget: HostBudget
     make_queue: QueueFactory
     implementation: Callable[[], str | None]
+    rank: int | None = None
     prefilling: bool | None = None
     verifying: bool = False
     guarded: bool = False
@@ -129,9 +132,10 @@ class FlexiCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, dimensions, dtype and device from the first keys and values."""
         shared, config = self.shared, self.shared.config
-        device, heads = key_states.device, key_states.shape[1]
-        unstable = [head for head in self.unstable_heads if head < heads]
-        stable = [head for head in range(heads) if head not in unstable]
+        device = key_states.device
+        held = self._held_heads(key_states)
+        unstable = [place for place, head in enumerate(held) if head in self.unstable_heads]
+        stable = [place for place, head in enumerate(held) if head not in self.unstable_heads]
         self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
         if stable:
             host = HostPages(
@@ -523,8 +527,16 @@ class FlexiCacheLayer(CacheLayerMixin):
         assert store is not None
         return store.values.shape[-1]
 
+    def _held_heads(self, keys: Tensor) -> range:
+        return held_heads(keys.shape[1], self.config_heads, self.shared.rank, self.index)
+
     def _check_new(self, keys: Tensor) -> None:
         """Raises, with nothing changed, if these keys cannot follow what is cached."""
+        if not self.is_initialized:
+            held = self._held_heads(keys)
+            if self.ordinal == 0 and len(held) < self.config_heads:
+                ranks = self.config_heads // len(held)
+                self.shared.budget.share = (held.start // len(held), ranks)
         name = self.shared.implementation()
         used = self.columns or self.pending is not None
         if used and (name is None or not name.startswith("flexicache")):

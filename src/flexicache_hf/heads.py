@@ -1,0 +1,59 @@
+"""KV heads of a layer: how many there are, and which of them this process holds.
+
+Tensor parallelism cuts the key projection by output features, so that rank r of n holds the heads
+`[r * h, (r + 1) * h)` of each layer, h = heads / n. The configuration keeps the whole number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def kv_heads(text: Any, layer: int | None = None) -> int:
+    """KV heads of one layer of the whole model, or of most of its layers.
+
+    Args:
+        text: configuration of the decoder.
+        layer: some configurations (Gemma 4) give full-attention layers a number of their own.
+    """
+    if layer is not None and getattr(text, "per_layer_config", None):
+        text = text.per_layer_config[layer]
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def tensor_parallel_rank(model: Any) -> int | None:
+    """Which of the tensor-parallel processes this is; None for a model that is not distributed."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    if "tp" in (mesh.mesh_dim_names or ()):
+        mesh = mesh["tp"]
+    return int(mesh.get_local_rank()) if mesh.ndim == 1 else None
+
+
+def held_heads(found: int, heads: int, rank: int | None, layer: int) -> range:
+    """The heads of the whole model that `found` heads of keys in this process are.
+
+    Args:
+        found: heads of the keys that the cache was given.
+        heads: heads of the layer in the configuration.
+        rank: see `tensor_parallel_rank`.
+        layer: its number, for the message.
+
+    Raises:
+        ValueError: the layer is sharded and nobody said how.
+    """
+    if found >= heads:
+        return range(found)
+    where = f"layer {layer} has {found} KV heads in this process, and {heads} in the configuration"
+    if rank is None:
+        raise ValueError(
+            f"{where}: the model is sharded, and its configuration does not say which of the heads "
+            "are here. Pass the model itself: FlexiCacheDynamicCache(model, ...)"
+        )
+    if heads % found or (rank + 1) * found > heads:
+        raise ValueError(
+            f"{where}, expected an equal share of heads for each tensor-parallel process (this is "
+            f"rank {rank}): use a number of processes that divides {heads}"
+        )
+    return range(rank * found, (rank + 1) * found)
