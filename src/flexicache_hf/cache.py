@@ -245,7 +245,8 @@ def _resolve_profile(
         found = own
     else:
         text = config.get_text_config(decoder=True)
-        pairs = default_unstable_heads(tiered, text.num_hidden_layers, kv_heads(text))
+        heads = max((kv_heads(text, index) for index in tiered), default=kv_heads(text))
+        pairs = default_unstable_heads(tiered, text.num_hidden_layers, heads)
         if tiered:
             warnings.warn(
                 "no head profile was given: the unstable heads are guessed from their place in the "

@@ -10,15 +10,29 @@ from typing import Any
 
 
 def kv_heads(text: Any, layer: int | None = None) -> int:
-    """KV heads of one layer of the whole model, or of most of its layers.
+    """KV heads of one layer of the whole model, or the most that any of its layers has.
 
     Args:
-        text: configuration of the decoder.
-        layer: some configurations (Gemma 4) give full-attention layers a number of their own.
+        text: configuration of the decoder. Some (Gemma 4) give full-attention layers heads of their
+            own number and dimension, and refuse to tell one number for all layers.
+        layer: None for all layers.
     """
-    if layer is not None and getattr(text, "per_layer_config", None):
-        text = text.per_layer_config[layer]
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    layers = _layer_configs(text) if layer is None else [text.per_layer_config[layer]]
+    heads = (getattr(c, "num_key_value_heads", None) or c.num_attention_heads for c in layers)
+    return int(max(heads))
+
+
+def head_dim(text: Any) -> int | None:
+    """Dimension of the heads; None if the configuration does not say, or layers differ."""
+    dims = {
+        int(getattr(c, "head_dim", None) or getattr(c, "hidden_size", 0) // c.num_attention_heads)
+        for c in _layer_configs(text)
+    }
+    return (dims.pop() or None) if len(dims) == 1 else None
+
+
+def _layer_configs(text: Any) -> list[Any]:
+    return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 
 def tensor_parallel_rank(model: Any) -> int | None:
