@@ -77,6 +77,7 @@ def _attention_over(
         layer = kwargs.pop("flexi_layer", None) or getattr(key, "_flexi_layer", None)
         if not isinstance(layer, FlexiCacheLayer):
             return base(module, query, key, value, attention_mask, **kwargs)
+        layer.check_unchanged(key, value)
         return layer.attend(module, query, attention_mask, base, ignored, **kwargs)
 
     return flexicache_attention

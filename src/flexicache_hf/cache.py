@@ -22,6 +22,7 @@ from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .stats import CacheStats, MemoryUsage
+from .support import check_supported
 from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
@@ -41,8 +42,8 @@ class FlexiCacheDynamicCache(Cache):
         queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
 
     Raises:
-        ValueError: a field is out of range, the profile is for another model, or the model's
-            attention implementation cannot be replaced.
+        ValueError: a field is out of range, the profile is for another model, the model's attention
+            implementation cannot be replaced, or the model is of an unsupported kind (`support`).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class FlexiCacheDynamicCache(Cache):
         changes = {name: value for name, value in given.items() if value is not None}
         self.config = (config or FlexiCacheConfig()).replace(**changes)
         model_config = getattr(model_or_config, "config", model_or_config)
+        check_supported(model_or_config, model_config)
         text = model_config.get_text_config(decoder=True)
         layers = DynamicCache(config=text).layers
         latent = getattr(text, "kv_lora_rank", None) is not None  # MLA caches are small already

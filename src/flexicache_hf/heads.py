@@ -18,8 +18,7 @@ def kv_heads(text: Any, layer: int | None = None) -> int:
         layer: None for all layers.
     """
     layers = _layer_configs(text) if layer is None else [text.per_layer_config[layer]]
-    heads = (getattr(c, "num_key_value_heads", None) or c.num_attention_heads for c in layers)
-    return int(max(heads))
+    return max(map(_kv_heads, layers))
 
 
 def head_dim(text: Any) -> int | None:
@@ -31,15 +30,23 @@ def head_dim(text: Any) -> int | None:
     return (dims.pop() or None) if len(dims) == 1 else None
 
 
+def _kv_heads(config: Any) -> int:
+    if getattr(config, "multi_query", False):
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def _layer_configs(text: Any) -> list[Any]:
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 
-def tensor_parallel_rank(model: Any) -> int | None:
-    """Which of the tensor-parallel processes this is; None for a model that is not distributed."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None:
+def tensor_parallel_rank(model_or_config: Any) -> int | None:
+    """Which of the tensor-parallel processes this is; None where only a configuration is known."""
+    if not hasattr(model_or_config, "config"):
         return None
+    mesh = getattr(model_or_config, "_device_mesh", None)
+    if mesh is None:
+        return 0
     if "tp" in (mesh.mesh_dim_names or ()):
         mesh = mesh["tp"]
     return int(mesh.get_local_rank()) if mesh.ndim == 1 else None

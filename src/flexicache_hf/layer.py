@@ -182,11 +182,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         # An alias carries the mark: on a tensor we keep it would tie layer and tensor in a cycle,
         # and device memory would wait for the garbage collector. transformers >= 5.24 also passes
         # the keyword arguments that the attention function will get.
-        marked = keys.view_as(keys)
-        marked._flexi_layer = self  # type: ignore[attr-defined]
+        marked = keys.view_as(keys), values.view_as(values)
+        for tensor in marked:
+            tensor._flexi_layer = self  # type: ignore[attr-defined]
         if isinstance(passed := kwargs.get("kwargs"), dict):
             passed["flexi_layer"] = self
-        return marked, values
+        return marked
 
     def get_seq_length(self) -> int:
         """Columns cached, padding included, as transformers counts."""
@@ -284,6 +285,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.columns = self.shared.table.columns
         self.shared.table.leave(self.ordinal)
         return out
+
+    def check_unchanged(self, keys: Tensor, values: Tensor) -> None:
+        """Raises unless the attention function got the very tensors that update() returned."""
+        if all(getattr(tensor, "_flexi_layer", None) is self for tensor in (keys, values)):
+            return
+        self.pending = self.unanswered
+        raise AttentionNotLinked(
+            f"layer {self.index}: the model changes keys or values after they were cached (as "
+            "DiffLlama and JetMoe do), so attention over pages would not be this model's. Use "
+            "transformers' own cache for it."
+        )
 
     def _attend_dense(
         self,
@@ -558,8 +570,8 @@ class FlexiCacheLayer(CacheLayerMixin):
         if self.unanswered is not None and keys.shape[2] == 1:
             raise AttentionNotLinked(
                 "the attention function of this cache was never called: the model reads another "
-                "config object than the one this cache was given. Pass the model, "
-                "FlexiCacheDynamicCache(model), or call "
+                "config object than the one this cache was given, or it does not use transformers' "
+                "AttentionInterface. Pass the model, FlexiCacheDynamicCache(model), or call "
                 "model.set_attn_implementation('flexicache')."
             )
         rows = self.rows or (self.pending[0].shape[0] if self.pending is not None else 0)
