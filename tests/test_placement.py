@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import tensor_parallel
 import torch
-from helpers import tiny_llama
+from helpers import cache_argument, decode, flexicache, forward, random_ids, tiny_llama
+from transformers import AutoModelForCausalLM, DynamicCache, QuantoConfig
 
 HERE = Path(__file__).parent
 
@@ -67,3 +69,80 @@ def test_tensor_parallel_given_the_configuration_alone_is_refused(ranks):
 def test_tensor_parallel_host_limit_counts_the_heads_of_this_process(ranks):
     stable = [found["host limit"].split(" stable heads")[0].split()[-1] for found in ranks[1]]
     assert stable == ["4", "3"]
+
+
+def both(model, pairs=((0, 0), (1, 1)), **sizes):
+    """Logits with our cache and with transformers' own, the same tokens fed."""
+    ids, tokens = random_ids(2, 60), random_ids(2, 20, seed=5)
+    cache = flexicache(model, *pairs, **sizes)
+    dense = DynamicCache(config=model.config)
+    return tuple(decode(model, each, ids, 20, None, tokens) for each in (cache, dense))
+
+
+def test_accelerate_hooks():
+    """dispatch_model's hooks move arguments between devices; they must leave the cache alone."""
+    model = copy.deepcopy(tiny_llama())
+    plain, _ = both(tiny_llama(), token_budget=32, page_size=4)
+    places = {name: "cpu" for name, _ in model.named_modules() if name.count(".") == 2}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = accelerate.dispatch_model(model, places | {"lm_head": "cpu"}, force_hooks=True)
+    assert hasattr(model.model.layers[1], "_hf_hook")
+    assert torch.equal(both(model, token_budget=32, page_size=4)[0], plain)
+    covered, dense = both(model, token_budget=256)
+    assert torch.equal(covered, dense)
+    kwargs = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    kwargs[cache_argument(model)] = flexicache(model, (0, 0), token_budget=32)
+    assert model.generate(random_ids(1, 60), **kwargs).shape == (1, 68)
+
+
+def test_accelerate_cpu_offload_of_weights():
+    """Weights travel to the device for each layer's turn; the cache does not."""
+    model = copy.deepcopy(tiny_llama())
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    covered, dense = both(model, token_budget=256)
+    assert torch.equal(covered, dense)
+
+
+def test_device_map_from_pretrained(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}).eval()
+    covered, dense = both(model, token_budget=256)
+    assert torch.equal(covered, dense)
+
+
+def test_layers_on_one_device_share_a_queue():
+    """And each device has one of its own."""
+    model = tiny_llama(layers=3)
+    cache = flexicache(model, token_budget=32)
+    forward(model, cache, random_ids(1, 60))
+    queue = cache._shared.make_queue(torch.device("cpu"))
+    assert all(layer.stable.queue is queue for layer in cache.layers)
+    other = cache._shared.make_queue(torch.device("meta"))
+    assert other is not queue
+    assert cache._shared.make_queue(torch.device("meta")) is other
+
+
+def test_quantised_weights(tmp_path):
+    """int8 weights; keys and values stay floats."""
+    quanto = pytest.importorskip("optimum.quanto")
+    tiny_llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=QuantoConfig(weights="int8")
+    ).eval()
+    assert isinstance(model.model.layers[0].self_attn.k_proj, quanto.nn.QLinear)
+    covered, dense = both(model, token_budget=256)
+    assert torch.equal(covered, dense)
+    found, unquantised = (both(m, token_budget=32, page_size=4)[0] for m in (model, tiny_llama()))
+    assert not torch.equal(found, unquantised)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype):
+    model = tiny_llama(dtype=dtype)
+    covered, dense = both(model, token_budget=256)
+    assert covered.dtype == dtype
+    assert torch.equal(covered, dense)
+    found, expected = (both(m, token_budget=32)[0] for m in (model, tiny_llama()))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.5  # of logits up to 14; a page may differ
+    assert (found.float() - expected).abs().mean() < tolerance
