@@ -402,7 +402,11 @@ class FlexiCacheLayer(CacheLayerMixin):
         base: BaseAttention,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """A layer without keys of its own attends to ours, which this forward has stored."""
+        """A layer without keys of its own attends to ours, which this forward has stored.
+
+        Its own queries rank the unstable heads. Of the stable heads it attends to what our queries
+        chose; a ranking of this very step serves it already.
+        """
         step = self.shared.table.step
         assert step is not None and self.groups is not None and self.is_initialized
         if step.decode and max(step.pages) > self.shared.config.pages:
