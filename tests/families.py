@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers as t
 
+from flexicache_hf.heads import kv_heads
+
 BASE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -26,6 +28,31 @@ BASE: dict[str, Any] = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRID = {"num_hidden_layers": 4, "sliding_window": 24}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
+# the last two of six layers have no keys of their own: they attend to those of layers 2 and 3
+SHARING = {
+    "num_hidden_layers": 6,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+}
+GEMMA3N = {
+    "intermediate_size": [48] * 6,
+    "activation_sparsity_pattern": None,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _config(kind: str, **changes: Any) -> Callable[[], Any]:
@@ -85,6 +112,42 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
             no_rope_layers=[1, 0, 1, 0],
         ),
     ),
+    "ministral": (
+        "MinistralForCausalLM",
+        _config("MinistralConfig", **HYBRID, layer_types=ALTERNATING),
+    ),
+    "ministral3": ("Ministral3ForCausalLM", _config("Ministral3Config", rope_parameters=YARN)),
+    "gemma3n": ("Gemma3nForCausalLM", _config("Gemma3nTextConfig", **SHARING, **GEMMA3N)),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        _config(
+            "Gemma4TextConfig",
+            **SHARING,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            global_head_dim=32,
+            vocab_size_per_layer_input=97,
+            hidden_size_per_layer_input=8,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        _config(
+            "Qwen3NextConfig",
+            **MOE,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            shared_expert_intermediate_size=32,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+        ),
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        _config("Lfm2Config", num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         lambda: t.GPT2Config(
@@ -115,8 +178,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def tiered_heads(model: Any) -> list[tuple[int, int]]:
     """Every (layer, KV head) of the layers that are real full attention."""
-    layers = t.DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layers = t.DynamicCache(config=config).layers
     full = [i for i, layer in enumerate(layers) if type(layer) is t.cache_utils.DynamicLayer]
-    return [(layer, head) for layer in full for head in range(heads)]
+    return [(layer, head) for layer in full for head in range(kv_heads(config, layer))]

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from flexicache_hf.layer import FlexiCacheLayer
 
-SINGLE = ("qwen3_moe", "mixtral", "gpt_oss")  # grouped matrix products know no float64
+# grouped matrix products know no float64
+SINGLE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")
 EAGER = ("gemma2",)  # transformers' eager softmax computes in float32 whatever comes in
 
 
@@ -46,6 +47,8 @@ def test_sparse_equals_a_dense_cache_under_its_mask(family, kind):
             expected = dense.forward(fed)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert dense.masked > 0
+    if family in ("gemma3n", "gemma4"):  # layer 5 reads the keys and values of layer 3
+        assert dense.readers == {1, 3, 5}
 
 
 class MaskedDense:
@@ -56,6 +59,7 @@ class MaskedDense:
         self.dense = DynamicCache(config=model.config)
         self.masked = 0
         self.attended = {}
+        self.readers = set()
 
     def __enter__(self):
         for layer in self.cache.layers:
@@ -74,7 +78,12 @@ class MaskedDense:
 
     def _watch(self, layer) -> None:
         """Remember the pages of each decode step, before a ranking changes them."""
-        original = layer._sparse
+        original, attend = layer._sparse, layer.attend
+        reader = []
+
+        def attended(module, *args, **kwargs):
+            reader[:] = [module.layer_idx]  # maybe a layer that shares this one's keys
+            return attend(module, *args, **kwargs)
 
         def sparse(queries, step, scaling, *args):
             groups = layer.groups
@@ -98,10 +107,10 @@ class MaskedDense:
                     for head in range(len(group)):
                         if (pages[row, head] == 0).any():
                             mask[row, group.heads[head], :size] = True
-            self.attended[layer.index] = mask
+            self.attended[reader[0]] = mask
             return original(queries, step, scaling, *args)
 
-        layer._sparse = sparse
+        layer._sparse, layer.attend = sparse, attended
 
     def _mask(self, module, args, kwargs):
         pages = self.attended.get(module.layer_idx)
@@ -109,6 +118,7 @@ class MaskedDense:
         if not fed_dense or pages is None:
             return None
         self.masked += 1
+        self.readers.add(module.layer_idx)
         group = (
             self.model.config.get_text_config(decoder=True).num_attention_heads // pages.shape[1]
         )

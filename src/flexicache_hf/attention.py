@@ -84,6 +84,7 @@ def _attention_over(
             number = layer.number
             out = attend(query, key, value, attention_mask, number, scaling, softcap, sinks)
             return out, None
+        layer.check_unchanged(key, value)
         return layer.attend(module, query, attention_mask, base, ignored, **kwargs)
 
     return flexicache_attention

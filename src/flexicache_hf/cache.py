@@ -15,6 +15,7 @@ from .attention import use_flexicache
 from .config import FlexiCacheConfig
 from .default_heads import default_unstable_heads
 from .errors import FlexiCacheWarning
+from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
 from .layer import FlexiCacheLayer, Shared
 from .learning import HeadLearner
@@ -22,6 +23,7 @@ from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .stats import CacheStats, MemoryUsage
+from .support import check_supported
 from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
@@ -42,8 +44,8 @@ class FlexiCacheDynamicCache(Cache):
         queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
 
     Raises:
-        ValueError: a field is out of range, the profile is for another model, or the model's
-            attention implementation cannot be replaced.
+        ValueError: a field is out of range, the profile is for another model, the model's attention
+            implementation cannot be replaced, or the model is of an unsupported kind (`support`).
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class FlexiCacheDynamicCache(Cache):
         changes = {name: value for name, value in given.items() if value is not None}
         self.config = (config or FlexiCacheConfig()).replace(**changes)
         model_config = getattr(model_or_config, "config", model_or_config)
+        check_supported(model_or_config, model_config)
         text = model_config.get_text_config(decoder=True)
         layers = DynamicCache(config=text).layers
         latent = getattr(text, "kv_lora_rank", None) is not None  # MLA caches are small already
@@ -77,11 +80,11 @@ class FlexiCacheDynamicCache(Cache):
                 FlexiCacheWarning,
                 stacklevel=2,
             )
-        heads = _kv_heads(text)
+        heads = [kv_heads(text, index) for index in tiered]
         learner = None
         if profile == "auto":
             learner = HeadLearner(self.config, model_config, tiered, heads)
-            every = [(layer, head) for layer in tiered for head in range(heads)]
+            every = [(i, head) for i, count in zip(tiered, heads) for head in range(count)]
             chosen = HeadProfile.from_unstable_heads(model_config, every, rule="still learning")
         else:
             chosen = _resolve_profile(profile, model_or_config, model_config, tiered)
@@ -89,20 +92,20 @@ class FlexiCacheDynamicCache(Cache):
 
         self._table = PageTable(self.config.page_size, len(tiered))
         self._stats = CacheStats()
-        unstable = sum(len(chosen.unstable_in(index)) for index in tiered)
-        everything = len(tiered) * heads
+        unstable = [chosen.unstable_in(index) for index in tiered]
         self._shared = Shared(
             self.config,
             self._table,
             self._stats,
-            HostBudget(self.config.host_memory_limit, everything, everything - unstable),
+            HostBudget(self.config.host_memory_limit, list(zip(heads, unstable, strict=True))),
             queue_factory or _QueuePerDevice(),
             lambda: getattr(text, "_attn_implementation", None),
             chosen,
+            tensor_parallel_rank(model_or_config),
             learner=learner,
         )
         for ordinal, index in enumerate(tiered):
-            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads)
+            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads[ordinal])
         super().__init__(layers=layers)
         if model_config is not model_or_config:
             self._shared.guarded = guard_prompts(model_or_config)
@@ -304,7 +307,8 @@ def _resolve_profile(
         found = own
     else:
         text = config.get_text_config(decoder=True)
-        pairs = default_unstable_heads(tiered, text.num_hidden_layers, _kv_heads(text))
+        heads = max((kv_heads(text, index) for index in tiered), default=kv_heads(text))
+        pairs = default_unstable_heads(tiered, text.num_hidden_layers, heads)
         if tiered:
             warnings.warn(
                 "no head profile was given: the unstable heads are guessed from their place in the "
@@ -315,11 +319,6 @@ def _resolve_profile(
         return HeadProfile.from_unstable_heads(config, pairs, rule="middle of the stack")
     found.check(config)
     return found
-
-
-def _kv_heads(text: Any) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(heads)
 
 
 def _token_bytes(slots: Tensor) -> int:

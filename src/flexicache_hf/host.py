@@ -7,7 +7,7 @@ a copy in flight never sees it change. A page is written once, when it fills, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,17 +29,30 @@ class HostBudget:
 
     Attributes:
         limit: bytes, or None.
-        all_heads, stable_heads: KV heads of all tiered layers together, and the stable ones.
+        layers: KV heads of each tiered layer, and which of them are unstable.
+        share: this process's tensor-parallel rank and the number of ranks.
     """
 
     limit: int | None
-    all_heads: int
-    stable_heads: int
+    layers: Sequence[tuple[int, Collection[int]]]
+    share: tuple[int, int] = (0, 1)
+
+    @property
+    def stable_heads(self) -> int:
+        """Stable heads that this process holds, of all tiered layers together."""
+        rank, ranks = self.share
+        return sum(
+            head not in unstable
+            for heads, unstable in self.layers
+            for head in range(rank * (heads // ranks), (rank + 1) * (heads // ranks))
+        )
 
     def check(self, pages: int, page_bytes: int) -> None:
         """Raises HostMemoryError if `pages` pages of `page_bytes` per head do not fit."""
+        if self.limit is None:
+            return
         needed = pages * page_bytes * self.stable_heads
-        if self.limit is not None and needed > self.limit:
+        if needed > self.limit:
             raise HostMemoryError(
                 f"host_memory_limit is {self.limit:,} bytes, but {pages} pages of "
                 f"{self.stable_heads} stable heads need {needed:,}. Nothing was stored: raise the "

@@ -28,6 +28,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .compiled import number_of
 from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
+from .heads import held_heads
 from .host import HostBudget, HostMemoryError, HostPages
 from .learning import HeadLearner
 from .profile import HeadProfile
@@ -54,6 +55,7 @@ class Shared:
     Attributes:
         implementation: name of the attention implementation the model uses right now.
         profile: which heads are unstable; layers follow when it changes.
+        rank: see `heads.tensor_parallel_rank`.
         prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
             that follows consumes it.
         verifying: assisted decoding has begun: short multi-token forwards are decode steps.
@@ -68,6 +70,7 @@ class Shared:
     make_queue: QueueFactory
     implementation: Callable[[], str | None]
     profile: HeadProfile
+    rank: int | None = None
     prefilling: bool | None = None
     verifying: bool = False
     guarded: bool = False
@@ -77,10 +80,14 @@ class Shared:
     def assign_learned(self) -> None:
         """Take the learned profile, unless the host has no room for the stable heads' pages."""
         assert self.learner is not None
-        learned, self.learner = self.learner.profile(), None
-        stable = self.budget.all_heads - len(learned.unstable_heads)
+        learned = self.learner.profile()
+        layers = [
+            (heads, learned.unstable_in(index))
+            for (heads, _), index in zip(self.budget.layers, self.learner.layers, strict=True)
+        ]
+        self.learner = None
         try:
-            budget = replace(self.budget, stable_heads=stable)
+            budget = replace(self.budget, layers=layers)
             budget.check(self.table.capacity, self.page_bytes)
         except HostMemoryError as error:
             warnings.warn(
@@ -169,11 +176,13 @@ class FlexiCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, dimensions, dtype and device from the first keys and values."""
         shared, config = self.shared, self.shared.config
-        device, heads = key_states.device, key_states.shape[1]
+        device = key_states.device
         self.profile = shared.profile
         self.stable = self.unstable = None
-        unstable = [head for head in self.profile.unstable_in(self.index) if head < heads]
-        stable = [head for head in range(heads) if head not in unstable]
+        chosen = self.profile.unstable_in(self.index)
+        held = self._held_heads(key_states)
+        unstable = [place for place, head in enumerate(held) if head in chosen]
+        stable = [place for place, head in enumerate(held) if head not in chosen]
         self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
         if stable:
             host = HostPages(
@@ -219,11 +228,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         # An alias carries the mark: on a tensor we keep it would tie layer and tensor in a cycle,
         # and device memory would wait for the garbage collector. transformers >= 5.24 also passes
         # the keyword arguments that the attention function will get.
-        marked = keys.view_as(keys)
-        marked._flexi_layer = self  # type: ignore[attr-defined]
+        marked = keys.view_as(keys), values.view_as(values)
+        for tensor in marked:
+            tensor._flexi_layer = self  # type: ignore[attr-defined]
         if isinstance(passed := kwargs.get("kwargs"), dict):
             passed["flexi_layer"] = self
-        return marked, values
+        return marked
 
     def hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Hold new keys and values; returns everything held."""
@@ -350,6 +360,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.shared.table.leave(self.ordinal)
         return out
 
+    def check_unchanged(self, keys: Tensor, values: Tensor) -> None:
+        """Raises unless the attention function got the very tensors that update() returned."""
+        if all(getattr(tensor, "_flexi_layer", None) is self for tensor in (keys, values)):
+            return
+        self.pending = self.unanswered
+        raise AttentionNotLinked(
+            f"layer {self.index}: the model changes keys or values after they were cached (as "
+            "DiffLlama and JetMoe do), so attention over pages would not be this model's. Use "
+            "transformers' own cache for it."
+        )
+
     def _attend_dense(
         self,
         module: torch.nn.Module,
@@ -458,7 +479,11 @@ class FlexiCacheLayer(CacheLayerMixin):
         base: BaseAttention,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """A layer without keys of its own attends to ours, which this forward has stored."""
+        """A layer without keys of its own attends to ours, which this forward has stored.
+
+        Its own queries rank the unstable heads. Of the stable heads it attends to what our queries
+        chose; a ranking of this very step serves it already.
+        """
         step = self.shared.table.step
         assert step is not None and self.groups is not None and self.is_initialized
         if step.decode and max(step.pages) > self.shared.config.pages:
@@ -628,8 +653,21 @@ class FlexiCacheLayer(CacheLayerMixin):
         assert store is not None
         return store.values.shape[-1]
 
+    def _held_heads(self, keys: Tensor) -> range:
+        return held_heads(keys.shape[1], self.config_heads, self.shared.rank, self.index)
+
     def _check_new(self, keys: Tensor) -> None:
         """Raises, with nothing changed, if these keys cannot follow what is cached."""
+        if not self.is_initialized:
+            held = self._held_heads(keys)
+            if self.ordinal == 0 and len(held) < self.config_heads:
+                if self.shared.learner is not None:
+                    raise ValueError(
+                        f"this process holds {len(held)} of {self.config_heads} KV heads; "
+                        "profile='auto' has to see all of them: give a measured profile instead"
+                    )
+                ranks = self.config_heads // len(held)
+                self.shared.budget.share = (held.start // len(held), ranks)
         name = self.shared.implementation()
         used = self.columns or self.pending is not None
         if used and (name is None or not name.startswith("flexicache")):
@@ -651,8 +689,8 @@ class FlexiCacheLayer(CacheLayerMixin):
         if self.unanswered is not None and keys.shape[2] == 1:
             raise AttentionNotLinked(
                 "the attention function of this cache was never called: the model reads another "
-                "config object than the one this cache was given. Pass the model, "
-                "FlexiCacheDynamicCache(model), or call "
+                "config object than the one this cache was given, or it does not use transformers' "
+                "AttentionInterface. Pass the model, FlexiCacheDynamicCache(model), or call "
                 "model.set_attn_implementation('flexicache')."
             )
         rows = self.rows or (self.pending[0].shape[0] if self.pending is not None else 0)

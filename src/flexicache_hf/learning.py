@@ -32,24 +32,33 @@ class HeadLearner:
         config: K, page size and digest of the cache that learns.
         model_config: what the profile will be for.
         layers: model layers that are tiered, in order.
-        heads: KV heads per layer.
+        heads: KV heads of each of them.
     """
 
     def __init__(
-        self, config: FlexiCacheConfig, model_config: Any, layers: Sequence[int], heads: int
+        self,
+        config: FlexiCacheConfig,
+        model_config: Any,
+        layers: Sequence[int],
+        heads: Sequence[int],
     ) -> None:
         if config.pages < 2:
             raise ValueError(
                 f"token_budget is {config.token_budget}, expected at least two pages "
                 f"({2 * config.page_size}) to learn heads with profile='auto'"
             )
+        if len(set(heads)) > 1:
+            raise ValueError(
+                f"layers have {sorted(set(heads))} KV heads, expected one number for all of them "
+                "to learn heads with profile='auto': give a profile instead"
+            )
         # the published rule: pages that are forced into every set would look stable
         self.rule = config.replace(sink_pages=0, recent_pages=1)
         self.model_config = model_config
         self.layers = list(layers)
         self.depth = model_config.get_text_config(decoder=True).num_hidden_layers
-        wanted = round(FRACTION * len(self.layers) * heads)
-        self.vote = StabilityVote(self.depth, heads, wanted)
+        wanted = round(FRACTION * sum(heads))
+        self.vote = StabilityVote(self.depth, max(heads, default=0), wanted)
         self.restart()
 
     @property

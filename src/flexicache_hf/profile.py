@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .errors import FlexiCacheWarning
+from .heads import head_dim, kv_heads
 from .profile_fields import validate
 from .stability import WINDOW, Heads, StabilityVote, rank_heads
 
@@ -337,12 +338,10 @@ class HeadProfile:
 def model_facts(config: Any) -> dict[str, Any]:
     """The fields of a profile that come from a transformers config."""
     text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     return {
         "num_layers": text.num_hidden_layers,
-        "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": int(head_dim) or None,
+        "num_kv_heads": kv_heads(text),
+        "head_dim": head_dim(text),
         "model_type": text.model_type,
         "model_id": getattr(config, "_name_or_path", "") or None,
         "revision": getattr(config, "_commit_hash", None),

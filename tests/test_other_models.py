@@ -1,0 +1,269 @@
+"""Models beyond plain decoders: served through their text part, passed through, or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+from families import BASE, build, tiered_heads
+from helpers import (
+    cache_argument,
+    decode,
+    flexicache,
+    left_padding,
+    profile_of,
+    random_ids,
+)
+from transformers.cache_utils import DynamicLayer
+
+from flexicache_hf import (
+    AttentionNotLinked,
+    FlexiCacheDynamicCache,
+    FlexiCacheWarning,
+)
+from flexicache_hf.layer import FlexiCacheLayer
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "initializer_range": 0.2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+IMAGE = 96  # token that stands for a part of the image
+
+
+def make(kind: str, config):
+    torch.manual_seed(0)
+    return getattr(t, kind)(config).eval()
+
+
+def llava():
+    vision = t.CLIPVisionConfig(**VISION)
+    text = t.LlamaConfig(**BASE)
+    config = t.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
+    return make("LlavaForConditionalGeneration", config)
+
+
+def gemma3():
+    text = t.Gemma3TextConfig(
+        **(BASE | {"num_hidden_layers": 4, "sliding_window": 24}),
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    config = t.Gemma3Config(
+        text_config=text,
+        vision_config=t.SiglipVisionConfig(**VISION),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    return make("Gemma3ForConditionalGeneration", config)
+
+
+def picture_prompt(length: int) -> dict[str, torch.Tensor]:
+    """Token ids with the four tokens of one picture, and the picture."""
+    ids = random_ids(1, length).clamp(max=IMAGE - 1)
+    ids[0, 5:9] = IMAGE
+    return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
+
+
+@torch.no_grad()
+def picture_logits(model, cache, inputs, tokens):
+    """Logits after the prompt and after each of `tokens` `[1, n]`."""
+    argument = cache_argument(model)
+    extra = {}
+    if isinstance(model, t.Gemma3ForConditionalGeneration):
+        extra["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    found = [model(**inputs, **extra, **{argument: cache}).logits[:, -1]]
+    for token in tokens.T:
+        found.append(model(token[None], **{argument: cache}).logits[:, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", [llava, gemma3])
+def test_multimodal_model_is_tiered_through_its_text_part(kind):
+    model, inputs, tokens = kind(), picture_prompt(60), random_ids(1, 30, seed=4)
+    pairs = tiered_heads(model)[::2]
+    dense = picture_logits(model, t.DynamicCache(config=model.config), inputs, tokens)
+    vision = model.config.vision_config._attn_implementation
+    covered = flexicache(model, *pairs, token_budget=256)
+    assert torch.equal(picture_logits(model, covered, inputs, tokens), dense)
+    assert model.config.vision_config._attn_implementation == vision == "sdpa"
+    assert model.config.get_text_config()._attn_implementation == "flexicache"
+    sparse = flexicache(model, *pairs, token_budget=40, page_size=8)
+    found = picture_logits(model, sparse, inputs, tokens)
+    assert sparse.stats().total.unstable_ranked > 0
+    assert torch.equal(found[0], dense[0])
+    assert not torch.allclose(found[-1], dense[-1])
+
+
+@pytest.mark.parametrize("kind", [llava, gemma3])
+def test_multimodal_generate(kind):
+    model, inputs = kind(), picture_prompt(60)
+    if kind is gemma3:
+        inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    found, expected = (
+        model.generate(**inputs, **kwargs, **{cache_argument(model): cache})
+        for cache in (
+            flexicache(model, *tiered_heads(model)[::2], token_budget=256),
+            t.DynamicCache(config=model.config),
+        )
+    )
+    assert torch.equal(found, expected)
+
+
+def deepseek():
+    config = t.DeepseekV3Config(
+        **(BASE | {"num_key_value_heads": 4}),
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    )
+    return make("DeepseekV3ForCausalLM", config)
+
+
+def mistral_v01():
+    return make("MistralForCausalLM", t.MistralConfig(**BASE, sliding_window=24))
+
+
+@pytest.mark.parametrize("kind", [deepseek, mistral_v01])
+def test_nothing_to_tier_warns_and_equals_dense(kind):
+    """Latent attention; one sliding window in every layer."""
+    model = kind()
+    with pytest.warns(FlexiCacheWarning, match="no full-attention layer.*like DynamicCache"):
+        cache = FlexiCacheDynamicCache(model, profile_of(model), token_budget=32)
+    assert not any(isinstance(layer, FlexiCacheLayer) for layer in cache.layers)
+    ids, mask = random_ids(2, 70), left_padding(70, 0, 20)
+    expected = decode(model, t.DynamicCache(config=model.config), ids, 20, mask)
+    assert torch.equal(decode(model, cache, ids, 20, mask), expected)
+
+
+def falcon():
+    config = t.FalconConfig(
+        **SMALL, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, eos_token_id=2
+    )
+    return make("FalconForCausalLM", config)
+
+
+def bloom():
+    config = t.BloomConfig(**SMALL, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=2)
+    return make("BloomForCausalLM", config)
+
+
+@pytest.mark.parametrize("kind", [falcon, bloom])
+def test_model_without_the_attention_interface_is_refused(kind):
+    model = kind()
+    before = model.config._attn_implementation
+    for given in (model, model.config):
+        with pytest.raises(ValueError, match=r"attention by itself.*transformers' own cache"):
+            FlexiCacheDynamicCache(given)
+    assert model.config._attn_implementation == before
+
+
+def diffllama():
+    return make("DiffLlamaForCausalLM", t.DiffLlamaConfig(**BASE))
+
+
+def jetmoe():
+    changed = {key: value for key, value in BASE.items() if key != "num_attention_heads"}
+    config = t.JetMoeConfig(
+        **(changed | {"num_key_value_heads": 2, "kv_channels": 16}),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return make("JetMoeForCausalLM", config)
+
+
+@pytest.mark.parametrize("kind", [diffllama, jetmoe])
+def test_model_that_changes_what_the_cache_returned_is_refused(kind):
+    """Their values are split, or heads repeated, on the way: pages would hold something else."""
+    model = kind()
+    cache = FlexiCacheDynamicCache(model, profile_of(model), token_budget=256)
+    # transformers < 5.24 has a single link, and JetMoe cuts it: dense until that is certain
+    with pytest.raises(AttentionNotLinked, match=r"changes keys or values|was never called"):
+        generate(model, cache, random_ids(1, 40))
+    if kind is diffllama:
+        assert cache.get_seq_length() == 0
+
+
+def generate(model, cache, ids, new=8, **kwargs):
+    kwargs |= {cache_argument(model): cache, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, do_sample=False, max_new_tokens=new, **kwargs)
+
+
+def test_encoder_decoder_is_refused():
+    config = t.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=48, num_layers=2, num_heads=4)
+    for given in (config, make("T5ForConditionalGeneration", config)):
+        with pytest.raises(ValueError, match=r"T5Config describes an encoder-decoder model"):
+            FlexiCacheDynamicCache(given)
+
+
+def test_model_without_attention_is_refused():
+    config = t.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="MambaConfig has no attention heads"):
+        FlexiCacheDynamicCache(config)
+
+
+def test_keys_shared_across_devices_are_refused():
+    model = copy.deepcopy(build("gemma3n"))
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match=r"share keys and values.*\['0', '1'\]; expected one"):
+        FlexiCacheDynamicCache(model)
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    FlexiCacheDynamicCache(model, profile_of(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("budget", [256, 48])
+def test_linear_layers_stay_and_generate_works(family, budget):
+    model = copy.deepcopy(build(family))
+    dense = t.DynamicCache(config=model.config)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=budget)
+    kinds = [
+        FlexiCacheLayer if type(layer) is DynamicLayer else type(layer) for layer in dense.layers
+    ]
+    assert [type(layer) for layer in cache.layers] == kinds
+    assert kinds.count(FlexiCacheLayer) == 2
+    ids = random_ids(1, 70)
+    found = generate(model, cache, ids, 20)
+    expected = generate(model, dense, ids, 20)
+    if budget == 256:
+        assert torch.equal(found, expected)
+    else:
+        assert cache.stats().total.unstable_ranked > 0
+    cache.reset()
+    assert torch.equal(generate(model, cache, ids, 20), found)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("qwen3_next", {"num_beams": 3}),
+        ("lfm2", {"num_beams": 3}),
+        ("lfm2", {"prompt_lookup_num_tokens": 4}),  # transformers refuses it for Qwen3-Next
+    ],
+)
+def test_linear_layers_in_beams_and_lookup(family, mode):
+    model = copy.deepcopy(build(family))
+    ids = random_ids(1, 12, seed=2).repeat(1, 6)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
+    expected = generate(model, t.DynamicCache(config=model.config), ids, 16, **mode)
+    assert torch.equal(generate(model, cache, ids, 16, **mode), expected)
