@@ -3,9 +3,8 @@
 from .attention import register, restore_attention
 from .cache import FlexiCacheDynamicCache
 from .config import FlexiCacheConfig
-from .errors import FlexiCacheWarning
+from .errors import AttentionNotLinked, FlexiCacheWarning
 from .host import HostMemoryError
-from .layer import AttentionNotLinked
 from .profile import HeadProfile
 from .stats import CacheStats, MemoryUsage
 from .table import InterruptedForward

@@ -17,11 +17,12 @@ from .default_heads import default_unstable_heads
 from .errors import FlexiCacheWarning
 from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
-from .layer import FlexiCacheLayer, Shared
+from .layer import FlexiCacheLayer
 from .learning import HeadLearner
 from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
+from .shared import Shared
 from .stats import CacheStats, MemoryUsage
 from .support import check_supported
 from .table import PageTable

@@ -3,3 +3,7 @@
 
 class FlexiCacheWarning(UserWarning):
     """Something works, but not as well as it could: the message says what to change."""
+
+
+class AttentionNotLinked(RuntimeError):
+    """The model's attention function is not ours, so decode steps would miss pages."""

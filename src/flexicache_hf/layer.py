@@ -13,12 +13,8 @@ function calls `attend()`, which alone knows the query and the mask:
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,112 +22,20 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .compiled import number_of
-from .config import FlexiCacheConfig
-from .errors import FlexiCacheWarning
-from .heads import held_heads
-from .host import HostBudget, HostMemoryError, HostPages
-from .learning import HeadLearner
-from .profile import HeadProfile
+from .errors import AttentionNotLinked
+from .padding import read_mask
 from .ranking import is_due
+from .shared import Shared
 from .sparse_attention import attend_pages
-from .stable import StableHeads
-from .stats import CacheStats
-from .table import InterruptedForward, PageTable, Step
-from .transfer import QueueFactory
+from .table import InterruptedForward, Step
+from .tiers import Tiers
 from .unstable import UnstableHeads
 
 BaseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 """The model's own attention function: `(module, q, k, v, mask, **kwargs) -> (out, weights)`."""
 
 
-class AttentionNotLinked(RuntimeError):
-    """The model's attention function is not ours, so decode steps would miss pages."""
-
-
-@dataclass
-class Shared:
-    """What the layers of one cache share.
-
-    Attributes:
-        implementation: name of the attention implementation the model uses right now.
-        profile: which heads are unstable; layers follow when it changes.
-        rank: see `heads.tensor_parallel_rank`.
-        prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
-            that follows consumes it.
-        verifying: assisted decoding has begun: short multi-token forwards are decode steps.
-        guarded: generate() tells; a forward that it did not announce verifies nothing.
-        learner: learns the profile, with `profile="auto"`.
-    """
-
-    config: FlexiCacheConfig
-    table: PageTable
-    stats: CacheStats
-    budget: HostBudget
-    make_queue: QueueFactory
-    implementation: Callable[[], str | None]
-    profile: HeadProfile
-    rank: int | None = None
-    prefilling: bool | None = None
-    verifying: bool = False
-    guarded: bool = False
-    learner: HeadLearner | None = None
-    page_bytes: int = 0  # of one page of one head, keys and values
-
-    def assign_learned(self) -> None:
-        """Take the learned profile, unless the host has no room for the stable heads' pages."""
-        assert self.learner is not None
-        learned = self.learner.profile()
-        layers = [
-            (heads, learned.unstable_in(index))
-            for (heads, _), index in zip(self.budget.layers, self.learner.layers, strict=True)
-        ]
-        self.learner = None
-        try:
-            budget = replace(self.budget, layers=layers)
-            budget.check(self.table.capacity, self.page_bytes)
-        except HostMemoryError as error:
-            warnings.warn(
-                f"the heads were learned, but all stay on the device: {error}",
-                FlexiCacheWarning,
-                stacklevel=2,
-            )
-            return
-        self.profile, self.budget = learned, budget
-
-    def is_decode(self, new: int) -> bool:
-        """Whether a forward of `new` tokens is a decode step; asked once per forward."""
-        prefilling, self.prefilling = self.prefilling, None
-        if prefilling:
-            return False
-        verifies = self.verifying and (prefilling is False or not self.guarded)
-        return new == 1 or (verifies and new <= self.config.verify_tokens)
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """KV heads of a layer that are treated alike: `index` selects them without a copy if it can."""
-
-    heads: Tensor
-    index: slice | Tensor
-
-    @classmethod
-    def of(cls, heads: list[int], device: torch.device) -> HeadGroup:
-        tensor = torch.tensor(heads, dtype=torch.long, device=device)
-        if heads and heads == list(range(heads[0], heads[-1] + 1)):
-            return cls(tensor, slice(heads[0], heads[-1] + 1))
-        return cls(tensor, tensor)
-
-    def __len__(self) -> int:
-        return len(self.heads)
-
-    def of_batch(self, tensor: Tensor) -> Tensor:
-        """These heads out of `[B, H_kv, ...]`."""
-        if isinstance(self.index, slice):
-            return tensor[:, self.index]
-        return tensor.index_select(1, self.index)
-
-
-class FlexiCacheLayer(CacheLayerMixin):
+class FlexiCacheLayer(Tiers, CacheLayerMixin):
     """Cache layer number `ordinal` among the tiered ones, model layer `index`."""
 
     is_sliding = False
@@ -157,61 +61,20 @@ class FlexiCacheLayer(CacheLayerMixin):
     def clear(self) -> None:
         """Hold nothing."""
         self.pending: tuple[Tensor, Tensor] | None = None
-        self.stable: StableHeads | None = None
-        self.unstable: UnstableHeads | None = None
-        self.groups: tuple[HeadGroup, HeadGroup] | None = None
+        self.stable = self.unstable = None
+        self.groups = None
         self.columns = 0
         self.rows = 0
-        self.stored: tuple[int, ...] = ()  # tokens of each row that this layer has
+        self.stored = ()
         self.linked = False  # the attention function has reported in
         self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
         self.ignored: frozenset[str] = frozenset()
         self.module: Callable[[], torch.nn.Module | None] = lambda: None
         self.base: BaseAttention | None = None
-        self.torn = False  # an exception stopped a change midway
+        self.torn = False
         self.is_initialized = False
 
     # -- transformers' contract ------------------------------------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take heads, dimensions, dtype and device from the first keys and values."""
-        shared, config = self.shared, self.shared.config
-        device = key_states.device
-        self.profile = shared.profile
-        self.stable = self.unstable = None
-        chosen = self.profile.unstable_in(self.index)
-        held = self._held_heads(key_states)
-        unstable = [place for place, head in enumerate(held) if head in chosen]
-        stable = [place for place, head in enumerate(held) if head not in chosen]
-        self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
-        if stable:
-            host = HostPages(
-                len(stable),
-                config.page_size,
-                key_states.shape[-1],
-                value_states.shape[-1],
-                key_states.dtype,
-                pinned=device.type == "cuda",
-                allowance=None,
-            )
-            host.allowance = shared.budget.allowance(host.page_bytes)
-            self.stable = StableHeads(
-                self.groups[0].heads,
-                key_states[:, self.groups[0].index],
-                value_states[:, self.groups[0].index],
-                shared.table,
-                config,
-                shared.make_queue(device),
-                host,
-            )
-        if unstable:
-            self.unstable = UnstableHeads(
-                self.groups[1].heads, key_states, value_states, shared.table, config
-            )
-            if shared.learner is not None:
-                self.unstable.observer = partial(shared.learner.observe, self.ordinal)
-        self.rows = key_states.shape[0]
-        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -270,48 +133,6 @@ class FlexiCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise NotImplementedError("reorder the whole cache: FlexiCacheDynamicCache.reorder_cache")
 
-    def crop_rows(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Follow the table, which was cropped, and copy the pages that rows no longer share."""
-        if not self.is_initialized:
-            return
-        lengths = self.shared.table.lengths
-        with self._changing():
-            if self.unstable is not None:
-                self.unstable.own(copies)
-            if self.stable is not None:
-                self.stable.reserve()
-                sources = {target: source for source, target in copies}
-                for row, (before, after) in enumerate(zip(self.stored, lengths, strict=True)):
-                    if after < before:
-                        self.stable.crop_row(row, before, after, sources)
-        self.stored = lengths
-        self.columns = self.shared.table.columns
-
-    def select_rows(self, rows: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Follow the table, whose rows are now `rows` of before."""
-        if not self.is_initialized:
-            return
-        with self._changing():
-            if self.unstable is not None:
-                self.unstable.own(copies)
-            if self.stable is not None:
-                self.stable.reserve()
-                device = self.stable.digests.device
-                self.stable.select(torch.tensor(rows, dtype=torch.long, device=device))
-        self.rows = len(rows)
-        self.stored = self.shared.table.lengths
-
-    def join_rows(self, other: FlexiCacheLayer, copies: Sequence[tuple[int, int]]) -> None:
-        """Follow the table, to which the rows of another cache were appended."""
-        with self._changing():
-            if self.unstable is not None and other.unstable is not None:
-                self.unstable.join(other.unstable, copies)
-            if self.stable is not None and other.stable is not None:
-                self.stable.join(other.stable, self.rows, copies)
-        self.rows += other.rows
-        self.stored = self.shared.table.lengths
-        self.columns = self.shared.table.columns
-
     # -- attention -------------------------------------------------------------------------------
 
     def attend(
@@ -344,9 +165,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         elif self.profile is not self.shared.profile:
-            with self._changing():
-                self._reassign(keys, values, query, _scaling(query, kwargs))
-        with self._changing():
+            with self.changing():
+                self.reassign(keys, values, query, attention_scale(query, kwargs))
+        with self.changing():
             for group in (self.stable, self.unstable):
                 if group is not None:
                     group.reserve()
@@ -383,15 +204,15 @@ class FlexiCacheLayer(CacheLayerMixin):
         assert self.pending is not None
         keys, values = self.pending
         if self.columns:
-            past_keys, past_values = self._history(step.start, self.columns, keys, values)
+            past_keys, past_values = self.history(step.start, self.columns, keys, values)
             keys = torch.cat([past_keys, keys], 2)
             values = torch.cat([past_values, values], 2)
             del past_keys, past_values
         if not step.padding_told:
             mask = self._padding_mask(query)  # an own loop that leaves padding to the cache
         out = base(module, query, keys, values, mask, **kwargs)
-        with self._changing():
-            self._store(keys, values, query, step, _scaling(query, kwargs))
+        with self.changing():
+            self.store(keys, values, query, step, attention_scale(query, kwargs))
             self.stored = step.lengths
         return out
 
@@ -408,7 +229,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         keys, values = self.pending
         stable, unstable = self.groups
         stats = self.shared.stats.current
-        with self._changing():
+        with self.changing():
             if self.unstable is not None:
                 self.unstable.append(step, unstable.of_batch(keys), unstable.of_batch(values))
             if self.stable is not None:
@@ -418,7 +239,7 @@ class FlexiCacheLayer(CacheLayerMixin):
             self.stored = step.lengths
 
         queries = query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, q, D]
-        scaling = _scaling(query, kwargs)
+        scaling = attention_scale(query, kwargs)
         early = sorted(self.stable.unranked) if self.stable is not None else []
         if early:
             self._rerank(early, queries, step, scaling)
@@ -426,7 +247,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         covered = max(step.pages) <= self.shared.config.pages
         if covered and step.padding_told:
             out, weights = base(
-                module, query, *self._history(step.lengths, columns, keys, values), mask, **kwargs
+                module, query, *self.history(step.lengths, columns, keys, values), mask, **kwargs
             )
             stats.attended += sum(step.pages) * keys.shape[1]
         else:
@@ -489,12 +310,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         if step.decode and max(step.pages) > self.shared.config.pages:
             heads = sum(map(len, self.groups))
             queries = query.unflatten(1, (heads, -1))
-            value_dim = self._value_dim()
-            scaling = _scaling(query, kwargs)
+            value_dim = self.value_dim()
+            scaling = attention_scale(query, kwargs)
             return self._sparse(queries, step, scaling, kwargs, value_dim), None
         like = query.new_empty(query.shape[0], sum(map(len, self.groups)), 0, query.shape[-1])
-        values = like.new_empty(*like.shape[:3], self._value_dim())
-        keys, values = self._history(step.lengths, self.columns, like, values)
+        values = like.new_empty(*like.shape[:3], self.value_dim())
+        keys, values = self.history(step.lengths, self.columns, like, values)
         return base(module, query, keys, values, mask, **kwargs)
 
     # -- parts -----------------------------------------------------------------------------------
@@ -508,7 +329,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         rows, _, new, key_dim = self.pending[0].shape
         keep, agrees, told = None, True, mask is not None
         if mask is not None:
-            keep, agrees, told = _read_mask(mask, new, table.lengths)
+            keep, agrees, told = read_mask(mask, new, table.lengths)
         decode = (
             shared.is_decode(new)
             and table.columns > 0
@@ -529,110 +350,15 @@ class FlexiCacheLayer(CacheLayerMixin):
         shared.stats.open(new, decode)
         return step
 
-    def _store(
-        self, keys: Tensor, values: Tensor, query: Tensor, step: Step, scaling: float
-    ) -> None:
-        """Hand the pages of a dense forward to their tiers; `keys`, `values` `[B, H_kv, C, D]`."""
-        assert self.groups is not None
-        config, table = self.shared.config, self.shared.table
-        stable, unstable = self.groups
-        queries = query.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, q, D]
-        for row in range(len(keys)):
-            columns = table.stored_columns(row)
-            if isinstance(columns, Tensor):
-                columns = columns.to(keys.device)
-            row_keys, row_values = keys[row][:, columns], values[row][:, columns]
-            first = step.start[row] // config.page_size
-            new = slice(first * config.page_size, None)
-            if self.unstable is not None:
-                self.unstable.store_row(
-                    row,
-                    first,
-                    row_keys[unstable.index][:, new],
-                    row_values[unstable.index][:, new],
-                )
-            if self.stable is not None:
-                stable_keys, stable_values = row_keys[stable.index], row_values[stable.index]
-                written = self.stable.store_row(
-                    row, first, stable_keys[:, new], stable_values[:, new]
-                )
-                last = step.last[row] if config.first_rank == "prefill" else None
-                chosen = None
-                if last is not None and -last <= query.shape[2]:
-                    chosen = queries[row, stable.index, :, last]
-                self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
-                self.shared.stats.current.device_to_host += written
-                if chosen is not None:
-                    self.shared.stats.current.stable_ranked += len(stable)
-
-    def _reassign(self, keys: Tensor, values: Tensor, query: Tensor, scaling: float) -> None:
-        """The profile was learned: hand the pages of heads that are stable now to the host."""
-        held = self.unstable
-        assert held is not None and len(held.heads) == keys.shape[1], "all learn as unstable heads"
-        self.lazy_initialization(keys, values)
-        assert self.groups is not None
-        stable, unstable = self.groups
-        queries = query.unflatten(1, (keys.shape[1], -1))
-        for group in (self.stable, self.unstable):
-            if group is not None:
-                group.reserve()
-        for row, tokens in enumerate(self.stored):
-            row_keys, row_values = held.row(row, tokens)
-            if self.unstable is not None:
-                self.unstable.store_row(
-                    row, 0, row_keys[unstable.index], row_values[unstable.index]
-                )
-            if self.stable is not None:
-                stable_keys, stable_values = row_keys[stable.index], row_values[stable.index]
-                written = self.stable.store_row(row, 0, stable_keys, stable_values)
-                self.shared.stats.current.device_to_host += written
-                chosen = queries[row, stable.index, :, -1]
-                self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
-
-    def _history(
-        self, lengths: tuple[int, ...], columns: int, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Everything stored, as the dense cache would lay it out: `[B, H_kv, columns, D]`, zero
-        where padding was. `keys` and `values` give shapes and dtype."""
-        assert self.groups is not None
-        table = self.shared.table
-        full = [new.new_zeros(*new.shape[:2], columns, new.shape[3]) for new in (keys, values)]
-        for row, tokens in enumerate(lengths):
-            where = table.stored_columns(row)
-            where = (
-                slice(where.start, where.start + tokens)
-                if isinstance(where, slice)
-                else (where[:tokens].to(keys.device))
-            )
-            for group, store in zip(self.groups, (self.stable, self.unstable), strict=True):
-                if isinstance(store, StableHeads):
-                    parts = store.row(row, tokens)
-                    self.shared.stats.current.host_to_device += parts[2]
-                elif isinstance(store, UnstableHeads):
-                    parts = (*store.row(row, tokens), 0)
-                else:
-                    continue
-                heads = group.index if isinstance(where, slice) else group.heads[:, None]
-                for target, part in zip(full, parts[:2], strict=True):
-                    target[row][heads, where] = part
-        return full[0], full[1]
-
     def _rerank(self, rows: list[int], queries: Tensor, step: Step, scaling: float) -> None:
         assert self.stable is not None and self.groups is not None
         part = queries[:, self.groups[0].index].flatten(2, 3)
-        with self._changing():
+        with self.changing():
             promoted = self.stable.rerank(rows, part, step, scaling)
         stats = self.shared.stats.current
         stats.stable_ranked += len(rows) * len(self.groups[0])
         stats.promoted += promoted
         stats.host_to_device += promoted * self.stable.host.page_bytes
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """An exception in here leaves the layer half changed; it then refuses to go on."""
-        self.torn = True
-        yield
-        self.torn = False
 
     def _padding_mask(self, query: Tensor) -> Tensor:
         """Additive mask `[B, 1, q, C]` that hides the padding of each row and the future."""
@@ -648,18 +374,10 @@ class FlexiCacheLayer(CacheLayerMixin):
             if is_due(before, after, self.index, config)
         ]
 
-    def _value_dim(self) -> int:
-        store = self.stable.working_set if self.stable is not None else self.unstable
-        assert store is not None
-        return store.values.shape[-1]
-
-    def _held_heads(self, keys: Tensor) -> range:
-        return held_heads(keys.shape[1], self.config_heads, self.shared.rank, self.index)
-
     def _check_new(self, keys: Tensor) -> None:
         """Raises, with nothing changed, if these keys cannot follow what is cached."""
         if not self.is_initialized:
-            held = self._held_heads(keys)
+            held = self.held_heads(keys)
             if self.ordinal == 0 and len(held) < self.config_heads:
                 if self.shared.learner is not None:
                     raise ValueError(
@@ -702,44 +420,6 @@ class FlexiCacheLayer(CacheLayerMixin):
             )
 
 
-def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
+def attention_scale(query: Tensor, kwargs: dict[str, Any]) -> float:
     scaling = kwargs.get("scaling")
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-def _read_mask(
-    mask: Tensor, new: int, lengths: tuple[int, ...]
-) -> tuple[Tensor | None, bool, bool]:
-    """What a mask says: which new columns are tokens (None for all), whether it shows exactly what
-    is stored, and whether it tells of padding at all: a causal mask that shows every column is what
-    transformers makes when nobody gave it a padding mask.
-
-    Args:
-        mask: `[B or 1, 1, q, C]` bool or additive (0 where visible), or `[B, C]`.
-        new: the last `new` of the C columns are new.
-        lengths: tokens stored per row.
-    """
-    last = mask if mask.ndim == 2 else mask[:, 0, -1]  # [B, C]: what the last query may see
-    visible = last.bool() if last.dtype == torch.bool or mask.ndim == 2 else last >= 0
-    fresh = visible[:, -new:]
-    counts = visible.sum(-1).tolist()
-    if min(counts) == visible.shape[-1]:
-        return None, True, False
-    kept = fresh.sum(-1).tolist()
-    if len(counts) == 1 and len(lengths) > 1:  # one mask for all rows
-        counts, kept, fresh = (
-            counts * len(lengths),
-            kept * len(lengths),
-            fresh.expand(len(lengths), -1),
-        )
-    stored = lengths or (0,) * len(counts)
-    if len(stored) == len(counts):
-        for row, (count, mine, held) in enumerate(zip(counts, kept, stored, strict=True)):
-            if count - mine > held:
-                raise ValueError(
-                    f"attention_mask shows {count - mine} earlier tokens in row {row}, but the "
-                    f"cache holds {held}: tokens that were padding when fed are not stored"
-                )
-    all_kept = min(kept) == new
-    agrees = all_kept and all(c - new == held for c, held in zip(counts, stored))
-    return (None if all_kept else fresh.cpu()), agrees, True
