@@ -219,7 +219,8 @@ class FlexiCacheLayer(CacheLayerMixin):
             if self.stable is not None:
                 self.stable.reserve()
                 sources = {target: source for source, target in copies}
-                for row, (before, after) in enumerate(zip(self.stored, lengths, strict=True)):
+                stored = self.stored or (0,) * len(lengths)
+                for row, (before, after) in enumerate(zip(stored, lengths, strict=True)):
                     if after < before:
                         self.stable.crop_row(row, before, after, sources)
         self.stored = lengths
@@ -261,6 +262,7 @@ class FlexiCacheLayer(CacheLayerMixin):
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
+        self.linked = True
         try:
             step = self._enter(query, mask, kwargs)
         except Exception:
@@ -277,7 +279,6 @@ class FlexiCacheLayer(CacheLayerMixin):
         else:
             out = self._attend_dense(module, query, mask, step, base, **kwargs)
         self.pending = self.unanswered = None
-        self.linked = True
         self.columns = self.shared.table.columns
         self.shared.table.leave(self.ordinal)
         return out
@@ -408,6 +409,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         assert self.pending is not None
         table, shared = self.shared.table, self.shared
         if (step := table.current(self.ordinal)) is not None:
+            if step.columns != self.pending[0].shape[2]:
+                raise InterruptedForward(
+                    f"layer {self.index} got {self.pending[0].shape[2]} new tokens, but layers "
+                    f"before it {step.columns}: an earlier forward stopped between them. Take back "
+                    "its tokens with cache.crop(-n), or start over with cache.reset()."
+                )
             return step
         rows, _, new, key_dim = self.pending[0].shape
         keep = agrees = None
