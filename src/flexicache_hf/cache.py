@@ -179,6 +179,9 @@ class FlexiCacheDynamicCache(Cache):
             else:
                 layer.crop(tokens_to_remove)
         tiered = self._tiered()
+        if any(layer.pending is not None for layer in tiered):  # a forward stopped: maybe anywhere
+            self._table.recount()
+            self._shared.prefilling = None
         for layer in tiered:
             layer.pending = layer.unanswered = None
         if left >= self._table.columns and self._consistent():

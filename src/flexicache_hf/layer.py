@@ -157,6 +157,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
+        self.linked = True
         try:
             step = self._enter(query, mask, kwargs)
         except Exception:
@@ -176,7 +177,6 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         else:
             out = self._attend_dense(module, query, mask, step, base, **kwargs)
         self.pending = self.unanswered = None
-        self.linked = True
         self.columns = self.shared.table.columns
         self.shared.table.leave(self.ordinal)
         return out
@@ -325,6 +325,12 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         assert self.pending is not None
         table, shared = self.shared.table, self.shared
         if (step := table.current(self.ordinal)) is not None:
+            if step.columns != self.pending[0].shape[2]:
+                raise InterruptedForward(
+                    f"layer {self.index} got {self.pending[0].shape[2]} new tokens, but layers "
+                    f"before it {step.columns}: an earlier forward stopped between them. Take back "
+                    "its tokens with cache.crop(-n), or start over with cache.reset()."
+                )
             return step
         rows, _, new, key_dim = self.pending[0].shape
         keep, agrees, told = None, True, mask is not None

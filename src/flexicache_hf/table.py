@@ -328,6 +328,28 @@ class PageTable:
         self._settle()
         return copies
 
+    def recount(self) -> None:
+        """Make references and free pages, and the pages of each row, what lengths say, after an
+        interruption somewhere in a step."""
+        if not len(self.pages) == len(self.padding) == len(self.lengths) == len(self.prompts):
+            self.pages, self.padding, self.lengths, self.prompts = [], [], (), ()
+        self.lengths = tuple(
+            self.columns - sum(min(b, self.columns) - a for a, b in ranges if a < self.columns)
+            for ranges in self.padding
+        )
+        for row, pages in enumerate(self.pages):
+            self.padding[row] = [r for r in self.padding[row] if r[1] <= self.columns]
+            del pages[-(-self.lengths[row] // self.page_size) :]
+        self.prompts = tuple(map(min, self.prompts, self.lengths))
+        self.references = [0] * len(self.references)
+        for pages in self.pages:
+            for page in pages:
+                self.references[page] += 1
+        while self.references and not self.references[-1]:  # layers may have no room for these
+            self.references.pop()
+        self._free = [page for page, count in enumerate(self.references) if not count]
+        self._forget_views()
+
     def _own_last(self, row: int) -> int:
         self._drop(self.pages[row][-1])
         self.pages[row][-1] = self._take()

@@ -123,7 +123,8 @@ class Tiers:
             if self.stable is not None:
                 self.stable.reserve()
                 sources = {target: source for source, target in copies}
-                for row, (before, after) in enumerate(zip(self.stored, lengths, strict=True)):
+                stored = self.stored or (0,) * len(lengths)
+                for row, (before, after) in enumerate(zip(stored, lengths, strict=True)):
                     if after < before:
                         self.stable.crop_row(row, before, after, sources)
         self.stored = lengths
