@@ -60,6 +60,7 @@ class Method:
     budget: int
 
     name: ClassVar[str]
+    title: ClassVar[str]
     paper: ClassVar[str]
     gqa: ClassVar[str]  # which heads choose together, and how a group is combined
     accounting: ClassVar[str]  # what the budget means
@@ -74,10 +75,15 @@ class Method:
         be dense."""
         return True
 
+    def notes(self) -> list[str]:
+        """What a reader of a table must know about these options, in words."""
+        return []
+
     @property
     def label(self) -> str:
         """The method's name in tables."""
-        return self.name
+        notes = self.notes()
+        return self.title + (f" ({', '.join(notes)})" if notes else "")
 
     def selector(self, model: Any) -> Selector:
         raise NotImplementedError

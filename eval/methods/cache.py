@@ -46,6 +46,8 @@ class AttendingLayer(DynamicLayer):
     """A cache layer that attends itself (see `attention`): it tags the keys it returns."""
 
     is_croppable = False
+    keys: Tensor  # transformers' None before the first update is of no use here
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,8 +143,13 @@ class MaskLayer(AttendingLayer):
         self.prompt_length = key.shape[2]
         self.states = []
         for row, pad in enumerate(self.pads):
-            tensors = (query[row, :, pad:], key[row, :, pad:], value[row, :, pad:])
-            prompt = Prompt(row=row, **dict(zip(("query", "keys", "values"), tensors)), **views)
+            prompt = Prompt(
+                row=row,
+                query=query[row, :, pad:],
+                keys=key[row, :, pad:],
+                values=value[row, :, pad:],
+                **views,
+            )
             self.selector.adjust_prompt(prompt, output[row, pad:])
             self.states.append(self.selector.begin(prompt))
         return output

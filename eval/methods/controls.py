@@ -45,11 +45,8 @@ class Oracle(_Pages):
     selection of the same budget is measured against."""
 
     name: ClassVar[str] = "oracle"
+    title: ClassVar[str] = "oracle pages"
     gqa: ClassVar[str] = "KV head; softmax weights summed over the group"
-
-    @property
-    def label(self) -> str:
-        return "oracle pages"
 
     def selector(self, model: Any) -> Selector:
         return _ControlSelector(self)
@@ -67,11 +64,8 @@ class Random(_Pages):
     seed: int = 0
 
     name: ClassVar[str] = "random"
+    title: ClassVar[str] = "random pages"
     gqa: ClassVar[str] = "KV head"
-
-    @property
-    def label(self) -> str:
-        return "random pages"
 
     def selector(self, model: Any) -> Selector:
         return _ControlSelector(self)
@@ -93,6 +87,7 @@ class StreamingPages(_Pages):
     sink_pages: int = 1
 
     name: ClassVar[str] = "streaming-pages"
+    title: ClassVar[str] = "first + last pages"
     gqa: ClassVar[str] = "all heads share"
     accounting: ClassVar[str] = "attended = resident = budget (the last page may be partial)"
 
@@ -103,10 +98,6 @@ class StreamingPages(_Pages):
                 f"sink_pages is {self.sink_pages}, expected fewer than the {self.count} pages of "
                 f"the budget {self.budget}"
             )
-
-    @property
-    def label(self) -> str:
-        return "first + last pages"
 
     def selector(self, model: Any) -> Selector:
         return _StreamingPagesSelector(self)

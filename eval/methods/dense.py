@@ -22,6 +22,7 @@ class Dense(Method):
     """The model's full attention, through the same code as every method."""
 
     name: ClassVar[str] = "dense"
+    title: ClassVar[str] = "dense"
     paper: ClassVar[str] = "https://arxiv.org/abs/1706.03762"
     gqa: ClassVar[str] = "none: all positions"
     accounting: ClassVar[str] = "the budget is not used; attended = resident = T"

@@ -30,6 +30,7 @@ class DuoAttention(Method):
     seed: int = 0
 
     name: ClassVar[str] = "duoattention"
+    title: ClassVar[str] = "DuoAttention"
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.10819"
     gqa: ClassVar[str] = "KV head; a fixed split"
     accounting: ClassVar[str] = (
@@ -37,9 +38,8 @@ class DuoAttention(Method):
         "sink + recent; attended = resident = (1-sparsity) T + sparsity min(T, sink + recent)"
     )
 
-    @property
-    def label(self) -> str:
-        return "DuoAttention" + (f" ({self.gates})" if self.gates in PROXIES else "")
+    def notes(self) -> list[str]:
+        return [self.gates] if self.gates in PROXIES else []
 
     def selector(self, model: Any) -> Selector:
         gates = load_gates(self.gates, model.config)

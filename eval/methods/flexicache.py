@@ -75,16 +75,13 @@ class FlexiCacheMethod(Method):
             **given,
         )
 
-    @property
-    def label(self) -> str:
+    def notes(self) -> list[str]:
         notes = [] if self.preset == "default" else [self.preset]
         if self.unstable != "profile":
             notes.append(f"{self.unstable} unstable")
         if self.rerank_interval == 0:
             notes.append("no re-rank")
-        return self._title + (f" ({', '.join(notes)})" if notes else "")
-
-    _title: ClassVar[str]
+        return notes
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class FlexiCache(FlexiCacheMethod):
     """`flexicache_hf.FlexiCacheDynamicCache`, tiers and transfers included."""
 
     name: ClassVar[str] = "flexicache"
-    _title: ClassVar[str] = "FlexiCache"
+    title: ClassVar[str] = "FlexiCache"
 
     @property
     def replays(self) -> bool:

@@ -30,7 +30,7 @@ class FlexiCacheMask(FlexiCacheMethod):
     """
 
     name: ClassVar[str] = "flexicache-mask"
-    _title: ClassVar[str] = "FlexiCache (mask form)"
+    title: ClassVar[str] = "FlexiCache, mask form"
 
     def selector(self, model: Any) -> Selector:
         profile = choose_unstable(model, self.unstable, self.profile, self.fraction, self.seed)
@@ -60,8 +60,7 @@ class FlexiCacheSelector(Selector):
 
     def begin(self, prompt: Prompt) -> FlexiCacheState:
         config = self.config
-        kind = "min-max" if config.digest == "minmax" else "cuboid-mean"
-        state = FlexiCacheState(Digest(config.page_size // config.digests_per_page, kind))
+        state = FlexiCacheState(Digest(config.page_size // config.digests_per_page, config.digest))
         state.digest.update(prompt.keys)
         if config.first_rank == "prefill":
             query = prompt.per_group(prompt.query[:, -1])

@@ -27,6 +27,7 @@ class H2O(Method):
     heavy: int | None = None
 
     name: ClassVar[str] = "h2o"
+    title: ClassVar[str] = "H2O"
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
     gqa: ClassVar[str] = "KV head; accumulated softmax weights summed over the group (our choice)"
     accounting: ClassVar[str] = (
@@ -40,10 +41,6 @@ class H2O(Method):
             raise ValueError(
                 f"heavy is {self.heavy}, expected 0 to {self.budget - 1}: it is part of the budget"
             )
-
-    @property
-    def label(self) -> str:
-        return "H2O"
 
     @property
     def recent(self) -> int:

@@ -33,6 +33,7 @@ class InfiniGen(Method):
     per_query_head: bool = False
 
     name: ClassVar[str] = "infinigen"
+    title: ClassVar[str] = "InfiniGen"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.19707"
     gqa: ClassVar[str] = (
         "KV head, the same count for all heads of a layer; one skewing per group, scores combined "
@@ -53,9 +54,8 @@ class InfiniGen(Method):
                 "layer below to speculate from"
             )
 
-    @property
-    def label(self) -> str:
-        return "InfiniGen" + (" (query head)" if self.per_query_head else "")
+    def notes(self) -> list[str]:
+        return ["query head"] if self.per_query_head else []
 
     def selector(self, model: Any) -> Selector:
         return InfiniGenSelector(self)
@@ -109,8 +109,8 @@ class InfiniGenSelector(Selector):
         if state is None:
             return torch.ones(step.keys.shape[:2], dtype=torch.bool, device=step.keys.device)
         scores = self.speculate(step, state)[..., :earlier]  # [H_kv, g, T - 1]
-        count = ((scores > scores.amax(-1, keepdim=True) - self.method.alpha).sum(-1)).float()
-        count = min(int(count.mean()), self.method.budget - 1, earlier)
+        near = scores > scores.amax(-1, keepdim=True) - self.method.alpha
+        count = min(int(near.sum(-1).float().mean()), self.method.budget - 1, earlier)
         heads = scores.flatten(0, 1) if self.method.per_query_head else scores.amax(1)
         chosen = torch.zeros_like(heads, dtype=torch.bool)
         chosen.scatter_(-1, heads.topk(count, -1).indices, True)

@@ -46,6 +46,7 @@ class LServe(Method):
     seed: int = 0
 
     name: ClassVar[str] = "lserve"
+    title: ClassVar[str] = "LServe"
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.14866"
     gqa: ClassVar[str] = "query head (of retrieval KV heads); raw bounds, no group combination"
     accounting: ClassVar[str] = (
@@ -73,16 +74,14 @@ class LServe(Method):
             local if self.local is None else self.local,
         )
 
+    def notes(self) -> list[str]:
+        notes = [self.gates] if self.gates in PROXIES else []
+        notes += ["scaled"] if self.budget < PAPER_BUDGET else []
+        return notes + (["sparse prefill"] if self.sparse_prefill else [])
+
     @property
     def replays(self) -> bool:
         return not self.sparse_prefill
-
-    @property
-    def label(self) -> str:
-        notes = [self.gates] if self.gates in PROXIES else []
-        notes += ["scaled"] if self.budget < PAPER_BUDGET else []
-        notes += ["sparse prefill"] if self.sparse_prefill else []
-        return "LServe" + (f" ({', '.join(notes)})" if notes else "")
 
     def selector(self, model: Any) -> Selector:
         gates = load_gates(self.gates, model.config)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from flexicache_hf.config import Digest as DigestKind
+
 from .growing import Growing
 from .views import at_least_float32
-
-DigestKind = Literal["min-max", "cuboid-mean"]
 
 
 class Digest:
     """Two vectors per page that stand for its keys.
 
-    min-max: the bounding box (Quest, FlexiCache). cuboid-mean: the box's centre minus and plus the
+    minmax: the bounding box (Quest, FlexiCache). cuboid_mean: the box's centre minus and plus the
     mean absolute deviation from it (ArkVale), the same size but no longer a bound. Every page is
     digested once, when it fills.
     """
 
-    def __init__(self, page: int, kind: DigestKind = "min-max") -> None:
+    def __init__(self, page: int, kind: DigestKind = "minmax") -> None:
         self.page, self.kind = page, kind
         self._low, self._high = Growing(), Growing()
 
@@ -54,7 +52,7 @@ class Digest:
 def digest(keys: Tensor, kind: DigestKind) -> tuple[Tensor, Tensor]:
     """`[H, N, P, D]` -> two of `[H, N, D]`."""
     low, high = keys.amin(2), keys.amax(2)
-    if kind == "min-max":
+    if kind == "minmax":
         return low, high
     centre = (low + high) / 2
     radius = (keys - centre[:, :, None]).abs().mean(2)

@@ -30,6 +30,7 @@ class Quest(Method):
     last_page: Literal["forced", "ranked"] = "forced"
 
     name: ClassVar[str] = "quest"
+    title: ClassVar[str] = "Quest"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.10774"
     gqa: ClassVar[str] = "query head; raw bounds, no group combination"
     accounting: ClassVar[str] = (
@@ -43,9 +44,8 @@ class Quest(Method):
         if self.last_page not in ("forced", "ranked"):
             raise ValueError(f"last_page is {self.last_page!r}, expected 'forced' or 'ranked'")
 
-    @property
-    def label(self) -> str:
-        return "Quest" if self.last_page == "forced" else "Quest (last page ranked)"
+    def notes(self) -> list[str]:
+        return [] if self.last_page == "forced" else ["last page ranked"]
 
     def selector(self, model: Any) -> Selector:
         return QuestSelector(self)

@@ -29,6 +29,7 @@ class Scissorhands(Method):
     drop: int | None = None
 
     name: ClassVar[str] = "scissorhands"
+    title: ClassVar[str] = "Scissorhands, our reading"
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17118"
     gqa: ClassVar[str] = "KV head; softmax weights averaged over the group (our choice)"
     accounting: ClassVar[str] = (
@@ -55,10 +56,6 @@ class Scissorhands(Method):
         """Tokens that go at once."""
         half = max(1, min(self.budget // 2, self.budget - self.recent))
         return half if self.drop is None else self.drop
-
-    @property
-    def label(self) -> str:
-        return "Scissorhands (our reading)"
 
     def selector(self, model: Any) -> Selector:
         return ScissorhandsSelector(self)

@@ -33,6 +33,7 @@ class ShadowKV(Method):
     local_chunks: int = 4
 
     name: ClassVar[str] = "shadowkv"
+    title: ClassVar[str] = "ShadowKV"
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.21465"
     gqa: ClassVar[str] = "KV head; softmax over chunks per query head, max over the group"
     accounting: ClassVar[str] = (
@@ -53,10 +54,6 @@ class ShadowKV(Method):
     @property
     def outlier_chunks(self) -> int:
         return round(self.outliers * self.budget / 1024)
-
-    @property
-    def label(self) -> str:
-        return "ShadowKV"
 
     def selector(self, model: Any) -> Selector:
         return ShadowKVSelector(self, Rope(model))

@@ -29,6 +29,7 @@ class SnapKV(Method):
     group: Literal["query", "mean"] = "query"
 
     name: ClassVar[str] = "snapkv"
+    title: ClassVar[str] = "SnapKV"
     paper: ClassVar[str] = "https://arxiv.org/abs/2404.14469"
     gqa: ClassVar[str] = "query head (group='mean': KV head, mean of the softmax weights)"
     accounting: ClassVar[str] = (
@@ -51,9 +52,8 @@ class SnapKV(Method):
                 "'avg' and 'query' or 'mean'"
             )
 
-    @property
-    def label(self) -> str:
-        return "SnapKV" + (" (KV head)" if self.group == "mean" else "")
+    def notes(self) -> list[str]:
+        return [] if self.group == "query" else ["KV head"]
 
     def selector(self, model: Any) -> Selector:
         return SnapKVSelector(self)

@@ -26,6 +26,7 @@ class StreamingLLM(Method):
     positions: Literal["slot", "original"] = "slot"
 
     name: ClassVar[str] = "streamingllm"
+    title: ClassVar[str] = "StreamingLLM"
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
     gqa: ClassVar[str] = "all heads share"
     accounting: ClassVar[str] = "attended = resident = budget"
@@ -39,9 +40,8 @@ class StreamingLLM(Method):
         if self.positions not in ("slot", "original"):
             raise ValueError(f"positions is {self.positions!r}, expected 'slot' or 'original'")
 
-    @property
-    def label(self) -> str:
-        return "StreamingLLM" + (" (original positions)" if self.positions == "original" else "")
+    def notes(self) -> list[str]:
+        return [] if self.positions == "slot" else ["original positions"]
 
     def selector(self, model: Any) -> Selector:
         return StreamingSelector(self, Rope(model) if self.positions == "slot" else None)

@@ -23,13 +23,10 @@ class TOVA(Method):
     """
 
     name: ClassVar[str] = "tova"
+    title: ClassVar[str] = "TOVA"
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
     gqa: ClassVar[str] = "layer; softmax weights, mean over all query heads"
     accounting: ClassVar[str] = "budget = tokens kept between steps; attended = resident = budget+1"
-
-    @property
-    def label(self) -> str:
-        return "TOVA"
 
     def selector(self, model: Any) -> Selector:
         return TOVASelector(self)

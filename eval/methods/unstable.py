@@ -48,7 +48,7 @@ def choose_unstable(
         elif choice == "profile":
             pairs = list(found.unstable_heads)
         else:
-            pairs = _most_stable(found, every)
+            pairs = list(found.ranked_heads()[::-1][: len(found.unstable_heads)])
     return HeadProfile.from_unstable_heads(model.config, pairs)
 
 
@@ -57,17 +57,4 @@ def _find(model: Any, profile: str | None) -> HeadProfile | None:
         found = HeadProfile.from_pretrained(profile)
         found.check(model.config)
         return found
-    for_model = getattr(HeadProfile, "for_model", None)
-    return None if for_model is None else for_model(model)
-
-
-def _most_stable(profile: HeadProfile, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    matrix = getattr(profile, "stability", None)
-    if matrix is None:
-        raise ValueError(
-            "unstable is 'most-stable', but the profile carries no stability matrix: it only lists "
-            "heads. Use a measured profile"
-        )
-    measured = [pair for pair in every if matrix[pair[0]][pair[1]] is not None]
-    measured.sort(key=lambda pair: matrix[pair[0]][pair[1]], reverse=True)
-    return measured[: len(profile.unstable_heads)]
+    return HeadProfile.for_model(model)

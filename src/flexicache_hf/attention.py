@@ -19,6 +19,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
+from .compiled import attend
 from .layer import BaseAttention, FlexiCacheLayer
 
 NAMES = {
@@ -77,6 +78,12 @@ def _attention_over(
         layer = kwargs.pop("flexi_layer", None) or getattr(key, "_flexi_layer", None)
         if not isinstance(layer, FlexiCacheLayer):
             return base(module, query, key, value, attention_mask, **kwargs)
+        if layer.linked and torch.compiler.is_compiling():
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+            number = layer.number
+            out = attend(query, key, value, attention_mask, number, scaling, softcap, sinks)
+            return out, None
         layer.check_unchanged(key, value)
         return layer.attend(module, query, attention_mask, base, ignored, **kwargs)
 

@@ -18,6 +18,7 @@ from .errors import FlexiCacheWarning
 from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
 from .layer import FlexiCacheLayer, Shared
+from .learning import HeadLearner
 from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
@@ -36,7 +37,8 @@ class FlexiCacheDynamicCache(Cache):
             refused.
         profile: which heads are unstable: a `HeadProfile`, a directory, or a Hub repository. None
             takes the model's own, bundled with this package or beside the model; if there is
-            neither, the rule of `default_unstable_heads`, with a warning.
+            neither, the rule of `default_unstable_heads`, with a warning. "auto" learns the heads
+            while generating (`learning.py`).
         token_budget, page_size, rerank_interval: see `FlexiCacheConfig`.
         config: all other choices; the three above then come from it unless they are given too.
         queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
@@ -78,29 +80,43 @@ class FlexiCacheDynamicCache(Cache):
                 FlexiCacheWarning,
                 stacklevel=2,
             )
-        self.profile = _resolve_profile(profile, model_or_config, model_config, tiered)
+        learner = None
+        if profile == "auto":
+            learner = HeadLearner(self.config, model_config, tiered)
+            every = [(layer, head) for layer in tiered for head in range(kv_heads(text, layer))]
+            chosen = HeadProfile.from_unstable_heads(model_config, every, rule="still learning")
+        else:
+            chosen = _resolve_profile(profile, model_or_config, model_config, tiered)
         use_flexicache(model_config)
 
         self._table = PageTable(self.config.page_size, len(tiered))
         self._stats = CacheStats()
-        heads = [kv_heads(text, index) for index in tiered]
-        chosen = [self.profile.unstable_in(index) for index in tiered]
+        budget = HostBudget(
+            self.config.host_memory_limit,
+            [(index, kv_heads(text, index)) for index in tiered],
+            chosen,
+        )
         self._shared = Shared(
             self.config,
             self._table,
             self._stats,
-            HostBudget(self.config.host_memory_limit, list(zip(heads, chosen, strict=True))),
+            budget,
             queue_factory or _QueuePerDevice(),
             lambda: getattr(text, "_attn_implementation", None),
-            tensor_parallel_rank(model_or_config),
+            chosen,
+            rank=tensor_parallel_rank(model_or_config),
+            learner=learner,
         )
-        for ordinal, index in enumerate(tiered):
-            layers[index] = FlexiCacheLayer(
-                self._shared, ordinal, index, chosen[ordinal], heads[ordinal]
-            )
+        for ordinal, (index, heads) in enumerate(budget.layers):
+            layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads)
         super().__init__(layers=layers)
         if model_config is not model_or_config:
             self._shared.guarded = guard_prompts(model_or_config)
+
+    @property
+    def profile(self) -> HeadProfile:
+        """Which heads are unstable; with `profile="auto"`, all of them until enough is learned."""
+        return self._shared.profile
 
     # -- what it did and holds -------------------------------------------------------------------
 
@@ -169,12 +185,14 @@ class FlexiCacheDynamicCache(Cache):
             layer.pending = layer.unanswered = None
         if left >= self._table.columns and self._consistent():
             return
+        self._restart_learning()
         copies = self._table.crop(left)
         for layer in tiered:
             layer.crop_rows(copies)
 
     def reset(self) -> None:
         """Forget everything; the same object can take a new prompt."""
+        self._restart_learning()
         self._table.clear()
         self._shared.prefilling = None
         for layer in self.layers:
@@ -195,6 +213,46 @@ class FlexiCacheDynamicCache(Cache):
         numbers = torch.arange(self._table.rows)[torch.as_tensor(indices).cpu()]
         self._select(numbers.tolist(), lambda layer: layer.batch_select_indices(indices))
 
+    def join(self, other: FlexiCacheDynamicCache) -> None:
+        """Append the rows of `other`, for batches whose rows come and go; `other` must not be used
+        any more.
+
+        Rows may be of any length: shorter ones count as padded on the left, and padding is not
+        stored. Decode steps then need explicit `position_ids` (`cache.lengths`), but no mask.
+
+        Raises:
+            ValueError: the caches differ in configuration or heads, or have layers that are not
+                tiered.
+        """
+        if (self.config, self.profile.unstable_heads) != (
+            other.config,
+            other.profile.unstable_heads,
+        ):
+            raise ValueError("the caches differ in their configuration or unstable heads")
+        if len(self._tiered()) != len(self.layers):
+            kinds = {type(layer).__name__ for layer in self.layers} - {"FlexiCacheLayer"}
+            raise ValueError(
+                "rows can only join where every layer is tiered; this model also has "
+                f"{', '.join(sorted(kinds))}"
+            )
+        if not other._table.rows:
+            return
+        if not self._table.rows:
+            raise ValueError("this cache is empty: use the other one")
+        for cache in (self, other):
+            if not cache._consistent() or any(layer.pending for layer in cache._tiered()):
+                raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        self._restart_learning()
+        copies = self._table.join(other._table)
+        for layer, joining in zip(self._tiered(), other._tiered(), strict=True):
+            layer.join_rows(joining, copies)
+        self._prompt_ids = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens each row holds, padding left out: where its next position begins."""
+        return self._table.lengths
+
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: short multi-token forwards verify candidates."""
         super().activate_past_recording()
@@ -208,6 +266,10 @@ class FlexiCacheDynamicCache(Cache):
     def _tiered(self) -> list[FlexiCacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, FlexiCacheLayer)]
 
+    def _restart_learning(self) -> None:
+        if self._shared.learner is not None:
+            self._shared.learner.restart()
+
     def _consistent(self) -> bool:
         return all(done == self._table.forwards for done in self._table.progress)
 
@@ -219,6 +281,7 @@ class FlexiCacheDynamicCache(Cache):
             return
         if not self._consistent():
             raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
+        self._restart_learning()
         copies = self._table.select(rows)
         for layer in self._tiered():
             layer.select_rows(rows, copies)

@@ -35,6 +35,8 @@ class FlexiCacheConfig:
             even; False ranks all layers at the same step (paper).
         verify_tokens: a forward of at most this many tokens during assisted decoding attends
             sparsely, like that many decode steps at once. Longer ones are dense.
+        auto_windows: windows of 16 decode steps, over all rows, after which `profile="auto"`
+            assigns the heads.
         host_memory_limit: bytes of host memory the cache may allocate; None is no limit.
     """
 
@@ -49,6 +51,7 @@ class FlexiCacheConfig:
     first_rank: FirstRank = "prefill"
     stagger: bool = True
     verify_tokens: int = 32
+    auto_windows: int = 8
     host_memory_limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class FlexiCacheConfig:
         _at_least(self, "sink_pages", 0)
         _at_least(self, "recent_pages", 1, "the newest page is always attended")
         _at_least(self, "verify_tokens", 1)
+        _at_least(self, "auto_windows", 1)
         if self.host_memory_limit is not None:
             _at_least(self, "host_memory_limit", 0, "bytes, or None for no limit")
         _one_of(self, "digest", ("minmax", "cuboid_mean"))

@@ -7,12 +7,13 @@ a copy in flight never sees it change. A page is written once, when it fills, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .profile import HeadProfile
 from .transfer import BlockCopy, PageCopy
 
 GROWTH = 8  # a new chunk holds at least 1/8 of what is there: few chunks, little slack
@@ -29,12 +30,14 @@ class HostBudget:
 
     Attributes:
         limit: bytes, or None.
-        layers: KV heads of each tiered layer, and which of them are unstable.
+        layers: number and KV heads of each tiered layer.
+        profile: which of them are unstable.
         share: this process's tensor-parallel rank and the number of ranks.
     """
 
     limit: int | None
-    layers: Sequence[tuple[int, Collection[int]]]
+    layers: Sequence[tuple[int, int]]
+    profile: HeadProfile
     share: tuple[int, int] = (0, 1)
 
     @property
@@ -42,8 +45,8 @@ class HostBudget:
         """Stable heads that this process holds, of all tiered layers together."""
         rank, ranks = self.share
         return sum(
-            head not in unstable
-            for heads, unstable in self.layers
+            head not in self.profile.unstable_in(layer)
+            for layer, heads in self.layers
             for head in range(rank * (heads // ranks), (rank + 1) * (heads // ranks))
         )
 
@@ -146,6 +149,16 @@ class HostPages:
             for pool, target in ((self.keys, keys), (self.values, values)):
                 source = pool[chunk].view(-1, target.shape[-1])
                 yield PageCopy(target, target_rows, source, rows)
+
+    def join(self, other: HostPages, copies: Sequence[tuple[int, int]]) -> None:
+        """Take over pages `(their id, ours)` of another cache; nothing of either is in flight."""
+        for source, target in copies:
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                chunk = bisect_right(self.starts, target) - 1
+                from_chunk = bisect_right(other.starts, source) - 1
+                mine[chunk][target - self.starts[chunk]] = theirs[from_chunk][
+                    source - other.starts[from_chunk]
+                ]
 
     def _runs(self, ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """`(first, count, chunk, offset)`: ids[first:first + count] are consecutive in a chunk."""

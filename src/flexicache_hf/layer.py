@@ -12,18 +12,26 @@ function calls `attend()`, which alone knows the query and the mask:
 
 from __future__ import annotations
 
+import copy
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .compiled import number_of
 from .config import FlexiCacheConfig
+from .errors import FlexiCacheWarning
 from .heads import held_heads
-from .host import HostBudget, HostPages
+from .host import HostBudget, HostMemoryError, HostPages
+from .learning import HeadLearner
+from .profile import HeadProfile
 from .ranking import is_due
 from .sparse_attention import attend_pages
 from .stable import StableHeads
@@ -46,11 +54,13 @@ class Shared:
 
     Attributes:
         implementation: name of the attention implementation the model uses right now.
+        profile: which heads are unstable; layers follow when it changes.
         rank: see `heads.tensor_parallel_rank`.
         prefilling: whether generate() is about to feed a prompt; None when nobody told. The forward
             that follows consumes it.
         verifying: assisted decoding has begun: short multi-token forwards are decode steps.
         guarded: generate() tells; a forward that it did not announce verifies nothing.
+        learner: learns the profile, with `profile="auto"`.
     """
 
     config: FlexiCacheConfig
@@ -59,10 +69,29 @@ class Shared:
     budget: HostBudget
     make_queue: QueueFactory
     implementation: Callable[[], str | None]
+    profile: HeadProfile
     rank: int | None = None
     prefilling: bool | None = None
     verifying: bool = False
     guarded: bool = False
+    learner: HeadLearner | None = None
+    page_bytes: int = 0  # of one page of one head, keys and values
+
+    def assign_learned(self) -> None:
+        """Take the learned profile, unless the host has no room for the stable heads' pages."""
+        assert self.learner is not None
+        learned, self.learner = self.learner.profile(), None
+        try:
+            budget = replace(self.budget, profile=learned)
+            budget.check(self.table.capacity, self.page_bytes)
+        except HostMemoryError as error:
+            warnings.warn(
+                f"the heads were learned, but all stay on the device: {error}",
+                FlexiCacheWarning,
+                stacklevel=2,
+            )
+            return
+        self.profile, self.budget = learned, budget
 
     def is_decode(self, new: int) -> bool:
         """Whether a forward of `new` tokens is a decode step; asked once per forward."""
@@ -104,13 +133,21 @@ class FlexiCacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self, shared: Shared, ordinal: int, index: int, unstable_heads: tuple[int, ...], heads: int
-    ) -> None:
+    def __init__(self, shared: Shared, ordinal: int, index: int, heads: int) -> None:
         super().__init__()
         self.shared, self.ordinal, self.index = shared, ordinal, index
-        self.unstable_heads, self.config_heads = unstable_heads, heads
+        self.config_heads = heads
+        self.number = number_of(self)
         self.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlexiCacheLayer:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        shared_with_the_model = {"module": self.module, "base": self.base}
+        for name, value in vars(self).items():
+            setattr(copied, name, shared_with_the_model.get(name) or copy.deepcopy(value, memo))
+        copied.number = number_of(copied)
+        return copied
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -124,6 +161,8 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.linked = False  # the attention function has reported in
         self.unanswered: tuple[Tensor, Tensor] | None = None  # what it has not answered before
         self.ignored: frozenset[str] = frozenset()
+        self.module: Callable[[], torch.nn.Module | None] = lambda: None
+        self.base: BaseAttention | None = None
         self.torn = False  # an exception stopped a change midway
         self.is_initialized = False
 
@@ -133,9 +172,11 @@ class FlexiCacheLayer(CacheLayerMixin):
         """Take heads, dimensions, dtype and device from the first keys and values."""
         shared, config = self.shared, self.shared.config
         device = key_states.device
-        held = self._held_heads(key_states)
-        unstable = [place for place, head in enumerate(held) if head in self.unstable_heads]
-        stable = [place for place, head in enumerate(held) if head not in self.unstable_heads]
+        self.profile = shared.profile
+        self.stable = self.unstable = None
+        held, chosen = self._held_heads(key_states), self.profile.unstable_in(self.index)
+        unstable = [place for place, head in enumerate(held) if head in chosen]
+        stable = [place for place, head in enumerate(held) if head not in chosen]
         self.groups = (HeadGroup.of(stable, device), HeadGroup.of(unstable, device))
         if stable:
             host = HostPages(
@@ -161,6 +202,8 @@ class FlexiCacheLayer(CacheLayerMixin):
             self.unstable = UnstableHeads(
                 self.groups[1].heads, key_states, value_states, shared.table, config
             )
+            if shared.learner is not None:
+                self.unstable.observer = partial(shared.learner.observe, self.ordinal)
         self.rows = key_states.shape[0]
         self.is_initialized = True
 
@@ -172,13 +215,10 @@ class FlexiCacheLayer(CacheLayerMixin):
         Returns them alone once the attention function has reported in; until then everything held,
         so that a foreign attention function still computes what a dense cache would.
         """
-        self._check_new(key_states)
-        keys, values = key_states.detach(), value_states.detach()
-        self.unanswered = self.pending
-        if self.pending is not None:
-            keys = torch.cat([self.pending[0], keys], 2)
-            values = torch.cat([self.pending[1], values], 2)
-        self.pending = (keys, values)
+        if self.linked and torch.compiler.is_compiling():
+            keys, values = key_states, value_states  # the operator holds them when it runs
+        else:
+            keys, values = self.hold(key_states, value_states)
         # An alias carries the mark: on a tensor we keep it would tie layer and tensor in a cycle,
         # and device memory would wait for the garbage collector. transformers >= 5.24 also passes
         # the keyword arguments that the attention function will get.
@@ -188,6 +228,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         if isinstance(passed := kwargs.get("kwargs"), dict):
             passed["flexi_layer"] = self
         return marked
+
+    def hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold new keys and values; returns everything held."""
+        self._check_new(key_states)
+        keys, values = key_states.detach(), value_states.detach()
+        self.unanswered = self.pending
+        if self.pending is not None:
+            keys = torch.cat([self.pending[0], keys], 2)
+            values = torch.cat([self.pending[1], values], 2)
+        self.pending = (keys, values)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Columns cached, padding included, as transformers counts."""
@@ -243,6 +294,17 @@ class FlexiCacheLayer(CacheLayerMixin):
         self.rows = len(rows)
         self.stored = self.shared.table.lengths
 
+    def join_rows(self, other: FlexiCacheLayer, copies: Sequence[tuple[int, int]]) -> None:
+        """Follow the table, to which the rows of another cache were appended."""
+        with self._changing():
+            if self.unstable is not None and other.unstable is not None:
+                self.unstable.join(other.unstable, copies)
+            if self.stable is not None and other.stable is not None:
+                self.stable.join(other.stable, self.rows, copies)
+        self.rows += other.rows
+        self.stored = self.shared.table.lengths
+        self.columns = self.shared.table.columns
+
     # -- attention -------------------------------------------------------------------------------
 
     def attend(
@@ -261,7 +323,9 @@ class FlexiCacheLayer(CacheLayerMixin):
             base: that function.
             ignored: keyword arguments that it takes no notice of.
         """
-        self.ignored = ignored
+        self.base, self.ignored = base, ignored
+        if module is not None:
+            self.module = weakref.ref(module)
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
         keys, values = self.pending
@@ -272,6 +336,9 @@ class FlexiCacheLayer(CacheLayerMixin):
             raise
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        elif self.profile is not self.shared.profile:
+            with self._changing():
+                self._reassign(keys, values, query, _scaling(query, kwargs))
         with self._changing():
             for group in (self.stable, self.unstable):
                 if group is not None:
@@ -313,6 +380,8 @@ class FlexiCacheLayer(CacheLayerMixin):
             keys = torch.cat([past_keys, keys], 2)
             values = torch.cat([past_values, values], 2)
             del past_keys, past_values
+        if not step.padding_told:
+            mask = self._padding_mask(query)  # an own loop that leaves padding to the cache
         out = base(module, query, keys, values, mask, **kwargs)
         with self._changing():
             self._store(keys, values, query, step, _scaling(query, kwargs))
@@ -346,8 +415,9 @@ class FlexiCacheLayer(CacheLayerMixin):
         early = sorted(self.stable.unranked) if self.stable is not None else []
         if early:
             self._rerank(early, queries, step, scaling)
-        if max(step.pages) <= self.shared.config.pages:
-            columns = self.shared.table.columns
+        columns = self.shared.table.columns
+        covered = max(step.pages) <= self.shared.config.pages
+        if covered and step.padding_told:
             out, weights = base(
                 module, query, *self._history(step.lengths, columns, keys, values), mask, **kwargs
             )
@@ -429,14 +499,14 @@ class FlexiCacheLayer(CacheLayerMixin):
         if (step := table.current(self.ordinal)) is not None:
             return step
         rows, _, new, key_dim = self.pending[0].shape
-        keep = agrees = None
+        keep, agrees, told = None, True, mask is not None
         if mask is not None:
-            keep, agrees = _read_mask(mask, new, table.lengths)
+            keep, agrees, told = _read_mask(mask, new, table.lengths)
         decode = (
             shared.is_decode(new)
             and table.columns > 0
             and query.shape[2] == new
-            and agrees is not False
+            and agrees
             and kwargs.get("position_bias") is None
         )
         page_bytes = (
@@ -444,8 +514,11 @@ class FlexiCacheLayer(CacheLayerMixin):
             * (key_dim + self.pending[1].shape[3])
             * self.pending[0].dtype.itemsize
         )
+        shared.page_bytes = page_bytes
+        if shared.learner is not None and shared.learner.ready:
+            shared.assign_learned()
         shared.budget.check(table.pages_needed(rows, new, keep), page_bytes)
-        step = table.enter(self.ordinal, rows, new, keep, decode)
+        step = table.enter(self.ordinal, rows, new, keep, decode, told)
         shared.stats.open(new, decode)
         return step
 
@@ -484,6 +557,30 @@ class FlexiCacheLayer(CacheLayerMixin):
                 self.shared.stats.current.device_to_host += written
                 if chosen is not None:
                     self.shared.stats.current.stable_ranked += len(stable)
+
+    def _reassign(self, keys: Tensor, values: Tensor, query: Tensor, scaling: float) -> None:
+        """The profile was learned: hand the pages of heads that are stable now to the host."""
+        held = self.unstable
+        assert held is not None and len(held.heads) == keys.shape[1], "all learn as unstable heads"
+        self.lazy_initialization(keys, values)
+        assert self.groups is not None
+        stable, unstable = self.groups
+        queries = query.unflatten(1, (keys.shape[1], -1))
+        for group in (self.stable, self.unstable):
+            if group is not None:
+                group.reserve()
+        for row, tokens in enumerate(self.stored):
+            row_keys, row_values = held.row(row, tokens)
+            if self.unstable is not None:
+                self.unstable.store_row(
+                    row, 0, row_keys[unstable.index], row_values[unstable.index]
+                )
+            if self.stable is not None:
+                stable_keys, stable_values = row_keys[stable.index], row_values[stable.index]
+                written = self.stable.store_row(row, 0, stable_keys, stable_values)
+                self.shared.stats.current.device_to_host += written
+                chosen = queries[row, stable.index, :, -1]
+                self.stable.choose_row(row, stable_keys, stable_values, chosen, scaling)
 
     def _history(
         self, lengths: tuple[int, ...], columns: int, keys: Tensor, values: Tensor
@@ -530,6 +627,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         yield
         self.torn = False
 
+    def _padding_mask(self, query: Tensor) -> Tensor:
+        """Additive mask `[B, 1, q, C]` that hides the padding of each row and the future."""
+        visible = self.shared.table.visible_columns(query.shape[2]).to(query.device)
+        hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        return hidden.masked_fill_(~visible, torch.finfo(query.dtype).min)
+
     def _due(self, step: Step) -> list[int]:
         config = self.shared.config
         return [
@@ -551,6 +654,12 @@ class FlexiCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             held = self._held_heads(keys)
             if self.ordinal == 0 and len(held) < self.config_heads:
+                if self.shared.learner is not None:
+                    raise ValueError(
+                        "profile is 'auto', but this process holds only "
+                        f"{len(held)} of {self.config_heads} KV heads: a share of the heads cannot "
+                        "be ranked against the others. Learn in one process, or give a profile"
+                    )
                 ranks = self.config_heads // len(held)
                 self.shared.budget.share = (held.start // len(held), ranks)
         name = self.shared.implementation()
@@ -592,9 +701,12 @@ def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor | None, bool]:
-    """What a mask says: which new columns are tokens (None for all), and whether it shows exactly
-    what is stored.
+def _read_mask(
+    mask: Tensor, new: int, lengths: tuple[int, ...]
+) -> tuple[Tensor | None, bool, bool]:
+    """What a mask says: which new columns are tokens (None for all), whether it shows exactly what
+    is stored, and whether it tells of padding at all: a causal mask that shows every column is what
+    transformers makes when nobody gave it a padding mask.
 
     Args:
         mask: `[B or 1, 1, q, C]` bool or additive (0 where visible), or `[B, C]`.
@@ -605,6 +717,8 @@ def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor
     visible = last.bool() if last.dtype == torch.bool or mask.ndim == 2 else last >= 0
     fresh = visible[:, -new:]
     counts = visible.sum(-1).tolist()
+    if min(counts) == visible.shape[-1]:
+        return None, True, False
     kept = fresh.sum(-1).tolist()
     if len(counts) == 1 and len(lengths) > 1:  # one mask for all rows
         counts, kept, fresh = (
@@ -622,4 +736,4 @@ def _read_mask(mask: Tensor, new: int, lengths: tuple[int, ...]) -> tuple[Tensor
                 )
     all_kept = min(kept) == new
     agrees = all_kept and all(c - new == held for c, held in zip(counts, stored))
-    return (None if all_kept else fresh.cpu()), agrees
+    return (None if all_kept else fresh.cpu()), agrees, True

@@ -60,6 +60,15 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+def import_pages(pool: Tensor, other: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    """`pool[target] = other[source]` for all pairs, from another cache's pool."""
+    if copies:
+        sources, targets = torch.tensor(copies, device=pool.device).unbind(-1)
+        pool.index_copy_(
+            0, targets, other.index_select(0, sources.to(other.device)).to(pool.device)
+        )
+
+
 def copy_pages(pool: Tensor, copies: Sequence[tuple[int, int]]) -> None:
     """`pool[target] = pool[source]` for all pairs."""
     if copies:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .config import FlexiCacheConfig
 from .digest import page_digests, page_scores
 from .host import HostPages
-from .pools import as_pages, grown, nbytes, store_pages
+from .pools import as_pages, grown, import_pages, nbytes, store_pages
 from .ranking import select_pages
 from .table import PageTable, Step
 from .transfer import TransferQueue
@@ -194,6 +194,16 @@ class StableHeads:
         self._wait()
         self.working_set.select(indices)
         self.unranked = {new for new, old in enumerate(indices.tolist()) if old in self.unranked}
+
+    def join(self, other: StableHeads, rows: int, copies: Sequence[tuple[int, int]]) -> None:
+        """Take over the pages and working sets of another cache's rows, as rows `rows` and on."""
+        self._wait()
+        other._wait()
+        self.reserve()
+        import_pages(self.digests, other.digests, copies)
+        self.host.join(other.host, copies)
+        self.working_set.join(other.working_set)
+        self.unranked |= {rows + row for row in other.unranked}
 
     def digest_bytes(self) -> int:
         return nbytes(self.digests)

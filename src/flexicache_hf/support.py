@@ -37,7 +37,7 @@ def check_supported(model_or_config: Any, model_config: Any) -> None:
         )
     devices = set((getattr(model_or_config, "hf_device_map", None) or {}).values())
     devices -= {"cpu", "disk"}  # offloaded: computed on the other device
-    if len(devices) > 1 and getattr(text, "num_kv_shared_layers", 0):
+    if len(devices) > 1 and getattr(text, "num_kv_shared_layers", None):
         raise ValueError(
             f"the layers of {type(text).__name__} share keys and values, and hf_device_map spreads "
             f"them over {sorted(map(str, devices))}; expected one device: load it on one, or "

@@ -36,6 +36,7 @@ class Step:
             if all its new columns are padding.
         pages: pages per row, the newest included.
         settled: pages per row before the first one that holds a new token.
+        padding_told: the forward's mask tells which columns are padding, or there are none.
         uniform: one token is new and all rows are equally long, so that no masks are needed.
     """
 
@@ -47,6 +48,7 @@ class Step:
     steps: tuple[int, ...]
     last: tuple[int | None, ...]
     page_size: int
+    padding_told: bool
     pages: tuple[int, ...] = field(init=False)
     settled: tuple[int, ...] = field(init=False)
     uniform: bool = field(init=False)
@@ -154,7 +156,15 @@ class PageTable:
         """The step of the forward pass that `layer` is in, if an earlier layer has opened it."""
         return self.step if self.progress[layer] + 1 == self.forwards else None
 
-    def enter(self, layer: int, rows: int, columns: int, keep: Tensor | None, decode: bool) -> Step:
+    def enter(
+        self,
+        layer: int,
+        rows: int,
+        columns: int,
+        keep: Tensor | None,
+        decode: bool,
+        padding_told: bool = True,
+    ) -> Step:
         """Open the step of a new forward pass; its first layer does.
 
         Args:
@@ -162,7 +172,7 @@ class PageTable:
             rows: batch size B of this forward.
             columns: new columns q.
             keep: `[B, q]` bool on the CPU, False for padding; None keeps all.
-            decode: see `Step`.
+            decode, padding_told: see `Step`.
         """
         if any(done != self.forwards for done in self.progress):
             raise InterruptedForward(
@@ -174,7 +184,8 @@ class PageTable:
             self.pages = [[] for _ in range(rows)]
             self.padding = [[] for _ in range(rows)]
             self.lengths = self.prompts = (0,) * rows
-        self.step = self._advance(columns, keep, decode)
+        told = padding_told or not any(self.padding)
+        self.step = self._advance(columns, keep, decode, told)
         self.forwards += 1
         return self.step
 
@@ -193,7 +204,7 @@ class PageTable:
         )
         return self.capacity + max(opened - len(self._free), 0)
 
-    def _advance(self, columns: int, keep: Tensor | None, decode: bool) -> Step:
+    def _advance(self, columns: int, keep: Tensor | None, decode: bool, told: bool) -> Step:
         kept = [columns] * self.rows
         last: list[int | None] = [-1] * self.rows
         if keep is not None:
@@ -213,7 +224,9 @@ class PageTable:
         after = tuple(n - p for n, p in zip(lengths, self.prompts, strict=True))
         self.columns += columns
         self.lengths = lengths
-        return Step(columns, start, lengths, decode, before, after, tuple(last), self.page_size)
+        return Step(
+            columns, start, lengths, decode, before, after, tuple(last), self.page_size, told
+        )
 
     def _note_padding(self, row: int, mask: list[bool]) -> None:
         edges = [True, *mask, True]
@@ -294,6 +307,27 @@ class PageTable:
         self._settle()
         return copies
 
+    def join(self, other: PageTable) -> list[tuple[int, int]]:
+        """Append the rows of `other`; returns `(its page id, ours)` for the pages the layers owe.
+
+        Shorter rows count as padded on the left, which costs nothing: padding is not stored.
+        """
+        columns = max(self.columns, other.columns)
+        copies: list[tuple[int, int]] = []
+        for pages in other.pages:
+            taken = [self._take() for _ in pages]
+            copies += zip(pages, taken, strict=True)
+            self.pages.append(taken)
+        self.padding = [
+            *_shifted(self.padding, columns - self.columns),
+            *_shifted(other.padding, columns - other.columns),
+        ]
+        self.lengths += other.lengths
+        self.prompts += other.prompts
+        self.columns = columns
+        self._settle()
+        return copies
+
     def _own_last(self, row: int) -> int:
         self._drop(self.pages[row][-1])
         self.pages[row][-1] = self._take()
@@ -318,3 +352,25 @@ class PageTable:
         for begin, end in ranges:
             stored[begin:end] = False
         return stored.nonzero().squeeze(-1)
+
+    def visible_columns(self, queries: int) -> Tensor:
+        """`[B, 1, q, C]` bool: what the last `queries` columns may see, padding left out."""
+        stored = torch.zeros(self.rows, 1, 1, self.columns, dtype=torch.bool)
+        for row in range(self.rows):
+            stored[row, :, :, self.stored_columns(row)] = True
+        at = torch.arange(self.columns)
+        return stored & (at <= at[self.columns - queries :, None])
+
+
+def _shifted(padding: list[list[tuple[int, int]]], by: int) -> list[list[tuple[int, int]]]:
+    """Column ranges after `by` columns of padding were put before every row."""
+    if not by:
+        return padding
+    moved = []
+    for ranges in padding:
+        later = [(begin + by, end + by) for begin, end in ranges]
+        if later and later[0][0] == by:
+            moved.append([(0, later[0][1]), *later[1:]])
+        else:
+            moved.append([(0, by), *later])
+    return moved

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .config import FlexiCacheConfig
 from .digest import page_digests, page_scores
-from .pools import as_pages, copy_pages, grown, nbytes, store_pages
+from .pools import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
 from .ranking import select_pages
 from .table import PageTable, Step
 from .visibility import visible_tokens
@@ -22,6 +22,7 @@ class UnstableHeads:
         heads: `[H_u]` KV heads of the layer, ascending.
         keys, values: `[capacity, H_u, P, D]`.
         digests: `[capacity, H_u, R, 2 * D]`; those of pages that are not full are undefined.
+        observer: is told the scores `[B, H_u, N]` of every ranking.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class UnstableHeads:
         self.keys = keys.new_zeros(0, count, page, keys.shape[-1])
         self.values = values.new_zeros(0, count, page, values.shape[-1])
         self.digests = keys.new_zeros(0, count, parts, 2 * keys.shape[-1])
+        self.observer: Callable[[Tensor, Step], None] | None = None
 
     def reserve(self) -> None:
         """Hold every page id of the table."""
@@ -104,6 +106,8 @@ class UnstableHeads:
             self.config.group_reduction,
             scaling,
         )
+        if self.observer is not None:
+            self.observer(scores.clone(), step)
         return torch.cat([select_pages(scores, settled, self.config), tail], -1)
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +138,8 @@ class UnstableHeads:
 
     def row(self, row: int, tokens: int) -> tuple[Tensor, Tensor]:
         """All keys and values `[H_u, tokens, D]` of one row."""
-        ids = torch.tensor(self.table.pages[row], device=self.keys.device)
+        pages = self.table.pages[row][: -(-tokens // self.config.page_size)]
+        ids = torch.tensor(pages, device=self.keys.device, dtype=torch.long)
         keys, values = (
             pool.index_select(0, ids).transpose(0, 1).flatten(1, 2)[:, :tokens]
             for pool in (self.keys, self.values)
@@ -146,6 +151,13 @@ class UnstableHeads:
         self.reserve()
         for pool in (self.keys, self.values):
             copy_pages(pool, copies)
+
+    def join(self, other: UnstableHeads, copies: Sequence[tuple[int, int]]) -> None:
+        """Take over the pages of another cache's rows."""
+        self.reserve()
+        import_pages(self.keys, other.keys, copies)
+        import_pages(self.values, other.values, copies)
+        import_pages(self.digests, other.digests, copies)
 
     def page_bytes(self) -> int:
         return nbytes(self.keys, self.values)

@@ -217,6 +217,22 @@ class WorkingSet:
         self.used = [self.used[i] for i in chosen]
         self.tail = [self.tail[i] for i in chosen]
 
+    def join(self, other: WorkingSet) -> None:
+        """Append the rows of another working set."""
+        slots = max(self.slots, other.slots)
+        self.reserve(slots)
+        other.reserve(self.slots)
+        width = min(self.slots, other.slots)  # both hold all that is in use
+        tokens = width * self.page_size
+        device = self.keys.device
+        self.keys = torch.cat([self.keys[:, :, :tokens], other.keys[:, :, :tokens].to(device)])
+        self.values = torch.cat(
+            [self.values[:, :, :tokens], other.values[:, :, :tokens].to(device)]
+        )
+        self.pages = torch.cat([self.pages[..., :width], other.pages[..., :width].to(device)])
+        self.used += other.used
+        self.tail += other.tail
+
     def page_bytes(self) -> int:
         return nbytes(self.keys, self.values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,13 @@ def test_every_method_says_what_it_is():
             method.budget = 1
     labels = [build(name, 512).label for name in names()]
     assert len(set(labels)) == len(labels)
+
+
+def test_every_method_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    for name, cls in METHODS.items():
+        assert f"`{name}`" in text
+        assert cls.paper.rsplit("/", 1)[1] in text or name == "dense"
 
 
 def test_options_are_converted_and_checked():

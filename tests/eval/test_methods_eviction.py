@@ -18,7 +18,7 @@ from eval.methods.tova import keep
 EVICTING = ["h2o", "tova", "snapkv", "streamingllm", "scissorhands"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(EVICTING),
     budget=st.integers(9, 60),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import profile_of, random_ids
 from method_helpers import assert_same, build, make, model_of, run, spied
 
 from eval.methods.unstable import choose_unstable
+from flexicache_hf import HeadProfile
 
 
 def pages_of(mask: torch.Tensor, page: int) -> list[list[int]]:
@@ -163,8 +166,12 @@ def test_unstable_heads_are_chosen_as_asked(model, tmp_path):
     assert len(chosen("rule")) == 2
     with pytest.raises(ValueError, match="there is no head profile of this model"):
         chosen("profile")
-    with pytest.raises(ValueError, match="carries no stability matrix"):
+    with pytest.raises(ValueError, match="stability is missing"):
         chosen("most-stable", profile=path)
+    stability = ((0.9, 0.1), (0.8, 0.7), (0.6, 0.95), (0.2, 0.5))
+    listed = HeadProfile.from_unstable_heads(model.config, [(0, 1), (3, 0)])
+    dataclasses.replace(listed, stability=stability).save_pretrained(path)
+    assert chosen("most-stable", profile=path) == [(0, 0), (2, 1)]
     other = model_of(layers=2)
     with pytest.raises(ValueError, match="made for another model"):
         choose_unstable(other, "profile", path)

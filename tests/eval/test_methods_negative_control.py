@@ -18,17 +18,26 @@ from method_helpers import build, feed
 
 from eval.methods import record
 from eval.methods.proxies import filler
+from flexicache_hf import HeadProfile
 
 LENGTH, BUDGET, PROMPTS = 1200, 112, 3
 FACT = "\nImportant: the secret number of the red vault in Lisbon is {0}. Do not forget the number {0} of the red vault in Lisbon.\n"  # noqa: E501
 QUESTION = "\nQuestion: What is the secret number of the red vault in Lisbon?\nAnswer: The secret number of the red vault in Lisbon is {0}"  # noqa: E501
 
 RETRIEVING = {
-    "oracle": {},
-    "quest": {},
-    "flexicache-mask": {"unstable": "all"},
+    "oracle": build("oracle", BUDGET),
+    "quest": build("quest", BUDGET),
+    "flexicache, all heads unstable": build("flexicache-mask", BUDGET, unstable="all"),
+    "flexicache, the model's profile": build("flexicache-mask", BUDGET),
 }
-FORGETTING = ("streamingllm", "h2o", "tova", "snapkv", "random", "streaming-pages")
+FORGETTING = {
+    name: build(name, BUDGET)
+    for name in ("streamingllm", "h2o", "tova", "snapkv", "random", "streaming-pages")
+} | {"flexicache, no head unstable": build("flexicache-mask", BUDGET, unstable="none")}
+
+
+def has_profile(model):
+    return HeadProfile.for_model(model) is not None
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +48,9 @@ def costs(smollm2):
     def encode(string):
         return tokenizer(string, add_special_tokens=False, return_tensors="pt").input_ids
 
-    methods = {"dense": build("dense", BUDGET)}
-    methods |= {name: build(name, BUDGET, **options) for name, options in RETRIEVING.items()}
-    methods |= {name: build(name, BUDGET) for name in FORGETTING}
+    methods = {"dense": build("dense", BUDGET)} | RETRIEVING | FORGETTING
+    if not has_profile(model):
+        del methods["flexicache, the model's profile"]
     rng, text = random.Random(1), filler(tokenizer)
     found = {name: [] for name in methods}
     for index in range(PROMPTS):
@@ -69,10 +78,12 @@ def test_the_dense_model_and_the_oracle_know_the_number(costs):
 @pytest.mark.model
 @pytest.mark.parametrize("name", list(RETRIEVING))
 def test_retrieving_methods_know_it(costs, name):
+    if name not in costs:
+        pytest.skip("no head profile comes with this model")
     assert costs[name] < 0.7 * math.log(10)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", FORGETTING)
+@pytest.mark.parametrize("name", list(FORGETTING))
 def test_methods_that_dropped_the_page_do_not(costs, name):
     assert costs[name] > math.log(10)

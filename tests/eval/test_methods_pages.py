@@ -20,7 +20,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_the_worked_bound():
     keys = torch.tensor([[[[1.0, -2.0], [3.0, 0.0]]]])  # one head, one page of two tokens
-    low, high = digest(keys, "min-max")
+    low, high = digest(keys, "minmax")
     assert low.tolist() == [[[1, -2]]]
     assert high.tolist() == [[[3, 0]]]
     assert box_scores(torch.tensor([[[2.0, -1.0]]]), low, high).item() == 8
@@ -29,7 +29,7 @@ def test_the_worked_bound():
 @given(page=st.integers(1, 9), pages=st.integers(1, 6), seed=st.integers(0, 10_000))
 def test_the_score_bounds_every_product_of_the_page(page, pages, seed):
     keys, query = draw(2, pages, page, 5, seed=seed), draw(2, 3, 5, seed=seed + 1)
-    bounds = box_scores(query, *digest(keys, "min-max"))
+    bounds = box_scores(query, *digest(keys, "minmax"))
     products = (query[:, :, None, None] * keys[:, None]).sum(-1).amax(-1)  # [H, g, N]
     assert (bounds >= products - 1e-9).all()
     if page == 1:
@@ -43,7 +43,7 @@ def test_the_score_bounds_every_product_of_the_page(page, pages, seed):
 @given(
     growth=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     page=st.integers(1, 16),
-    kind=st.sampled_from(["min-max", "cuboid-mean"]),
+    kind=st.sampled_from(["minmax", "cuboid_mean"]),
     seed=st.integers(0, 1000),
 )
 def test_a_digest_grown_step_by_step_is_that_of_the_whole(growth, page, kind, seed):
@@ -61,7 +61,7 @@ def test_a_digest_grown_step_by_step_is_that_of_the_whole(growth, page, kind, se
 
 def test_cuboid_mean_is_centre_and_mean_deviation():
     keys = torch.tensor([0.0, 1.0, 2.0, 6.0]).view(1, 1, 4, 1)
-    low, high = digest(keys, "cuboid-mean")  # centre 3, deviations 3 2 1 3
+    low, high = digest(keys, "cuboid_mean")  # centre 3, deviations 3 2 1 3
     assert low.item() == 3 - 2.25
     assert high.item() == 3 + 2.25
 
