@@ -274,9 +274,10 @@ class FlexiCacheLayer(CacheLayerMixin):
                 self.unstable.own(copies)
             if self.stable is not None:
                 self.stable.reserve()
+                sources = {target: source for source, target in copies}
                 for row, (before, after) in enumerate(zip(self.stored, lengths, strict=True)):
                     if after < before:
-                        self.stable.crop_row(row, before, after)
+                        self.stable.crop_row(row, before, after, sources)
         self.stored = lengths
         self.columns = self.shared.table.columns
 

@@ -7,7 +7,7 @@ other layers, and the next step up to this layer, compute: nothing has to pause 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -173,8 +173,12 @@ class StableHeads:
             values = torch.cat([values, last[1][:, :rest]], 1)
         return keys, values, full * len(self.heads) * self.host.page_bytes
 
-    def crop_row(self, row: int, before: int, after: int) -> None:
-        """Forget tokens of `row`, from `before` down to `after`."""
+    def crop_row(self, row: int, before: int, after: int, sources: Mapping[int, int]) -> None:
+        """Forget tokens of `row`, from `before` down to `after`.
+
+        Args:
+            sources: page id -> the id it was copied from: the host has it under that one only.
+        """
         self._wait()
         page, budget = self.config.page_size, self.config.pages
         count = -(-after // page)
@@ -182,10 +186,12 @@ class StableHeads:
             return
         # The new newest page is not in the tail. All pages were full before: the host has them.
         first = max(count - budget, 0)
-        keys, values = self._fetch(self.table.pages[row][first:count])
+        ids = self.table.pages[row][first:count]
+        keys, values = self._fetch([sources.get(page, page) for page in ids])
         numbers = torch.arange(first, count, device=keys.device).expand(len(self.heads), -1)
         self.working_set.fill(row, numbers, keys, values)
-        self.working_set.tail[row] = min(first, budget - 1)
+        # a later crop may cut the tail: never below K pages while the row has more
+        self.working_set.tail[row] = budget - 1 if first else 0
         if first:
             self.unranked.add(row)
 
