@@ -19,7 +19,7 @@ if [ $# -gt 0 ]; then shift; fi
 tests=("$@")
 if [ ${#tests[@]} -eq 0 ]; then tests=(tests --ignore=tests/eval -m "not model and not slow"); fi
 
-range=$(sed -n 's/.*"transformers\(.*\)",.*/\1/p' pyproject.toml)
+range=$(sed -n 's/^ *"transformers\([<>=].*\)",.*/\1/p' pyproject.toml)
 lowest=$(sed 's/.*>=\([0-9.]*\).*/\1/' <<<"$range")
 if [ ${#versions[@]} -eq 0 ]; then versions=("$lowest" newest); fi
 

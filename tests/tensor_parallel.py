@@ -55,6 +55,7 @@ def main(directory: str, out: str) -> None:
     alone = FlexiCacheDynamicCache(model.config, profile, **SPARSE)
     found["configuration alone"] = _message(model, alone)
     found["cached after the refusal"] = alone.get_seq_length()
+    found["auto"] = _message(model, FlexiCacheDynamicCache(model, "auto", **SPARSE))
     limited = FlexiCacheConfig(token_budget=32, host_memory_limit=1)
     found["host limit"] = _message(model, FlexiCacheDynamicCache(model, profile, config=limited))
     torch.save(found, Path(out) / f"{dist.get_rank()}.pt")

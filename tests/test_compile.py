@@ -54,8 +54,9 @@ def test_a_generation_is_one_graph_without_breaks(family, sizes):
     assert cache.get_seq_length() == 130
 
 
-def test_sliding_layers_and_sinks_still_run():
-    model, pairs = copy.deepcopy(build("gpt_oss")), tiered_heads(build("gpt_oss"))[::2]
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n"])
+def test_sliding_layers_sinks_and_shared_keys_still_run(family):
+    model, pairs = copy.deepcopy(build(family)), tiered_heads(build(family))[::2]
     ids, tokens = random_ids(1, 60), random_ids(1, 10, seed=3)
     expected = decode(model, flexicache(model, *pairs, **SMALL), ids, 10, None, tokens)
     cache = flexicache(model, *pairs, **SMALL)

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from flexicache_hf import (
     AttentionNotLinked,
+    FlexiCacheConfig,
     FlexiCacheDynamicCache,
     FlexiCacheWarning,
 )
@@ -267,3 +268,18 @@ def test_linear_layers_in_beams_and_lookup(family, mode):
     cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
     expected = generate(model, t.DynamicCache(config=model.config), ids, 16, **mode)
     assert torch.equal(generate(model, cache, ids, 16, **mode), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_heads_are_learned_where_layers_share_keys(family):
+    """A layer that reads another's keys ranks them too; the keys' own layer alone votes."""
+    model = build(family)
+    sizes = {"token_budget": 32, "page_size": 4}
+    config = FlexiCacheConfig(**sizes, auto_windows=2)
+    cache = FlexiCacheDynamicCache(model, "auto", config=config)
+    assert cache.profile.unstable_heads == tuple(tiered_heads(model))
+    decode(model, cache, random_ids(1, 60), 48, None, random_ids(1, 48))
+    learned = cache.profile
+    assert learned.num_windows == 2
+    assert len(learned.unstable_heads) == round(len(tiered_heads(model)) / 4) or 1
+    assert set(learned.unstable_heads) < set(tiered_heads(model))

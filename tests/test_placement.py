@@ -66,6 +66,11 @@ def test_tensor_parallel_given_the_configuration_alone_is_refused(ranks):
         assert found["cached after the refusal"] == 0
 
 
+def test_tensor_parallel_does_not_learn_from_a_share_of_the_heads(ranks):
+    for found in ranks[1]:
+        assert "profile is 'auto', but this process holds only 2 of 4 KV heads" in found["auto"]
+
+
 def test_tensor_parallel_host_limit_counts_the_heads_of_this_process(ranks):
     stable = [found["host limit"].split(" stable heads")[0].split()[-1] for found in ranks[1]]
     assert stable == ["4", "3"]

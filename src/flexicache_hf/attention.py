@@ -81,8 +81,8 @@ def _attention_over(
         if layer.linked and torch.compiler.is_compiling():
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-            number = layer.number
-            out = attend(query, key, value, attention_mask, number, scaling, softcap, sinks)
+            place = layer.number, getattr(module, "layer_idx", layer.index) == layer.index
+            out = attend(query, key, value, attention_mask, *place, scaling, softcap, sinks)
             return out, None
         layer.check_unchanged(key, value)
         return layer.attend(module, query, attention_mask, base, ignored, **kwargs)

@@ -36,11 +36,14 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     layer: int,
+    owned: bool,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Store `key`, `value` `[B, H_kv, q, D]` in layer number `layer` and attend to it.
+
+    They are not stored if `owned` is False: another layer's, which has stored them.
 
     Returns:
         `[B, q, H_q, D_v]`.
@@ -48,7 +51,8 @@ def attend(
     held = _layers[layer]
     module = held.module()
     assert module is not None and held.base is not None, "a prompt comes before decode steps"
-    held.hold(key, value)
+    if owned:
+        held.hold(key, value)
     extras = {name: x for name, x in (("softcap", softcap), ("s_aux", sinks)) if x is not None}
     out, _ = held.attend(module, query, mask, held.base, held.ignored, scaling=scaling, **extras)
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out
@@ -61,6 +65,7 @@ def _(
     value: Tensor,
     mask: Tensor | None,
     layer: int,
+    owned: bool,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
