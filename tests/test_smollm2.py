@@ -1,0 +1,159 @@
+"""What transformers' own tests ask of a cache, asked of ours on SmolLM2-135M-Instruct.
+
+Covered: tokens and logits are DynamicCache's, bit for bit. Sparse: as decoding one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import cache_argument
+from transformers import DynamicCache
+
+from flexicache_hf import FlexiCacheDynamicCache
+
+pytestmark = pytest.mark.model
+
+COVERED = {"token_budget": 2048}
+SPARSE = {"token_budget": 64, "rerank_interval": 4}
+STORY = (
+    "Mira kept a small observatory on the hill above the harbour. Every clear night she counted "
+    "the ships that came in, wrote the number in a green notebook, and pointed the telescope at "
+    "the same three stars. In spring the notebook was full, so she bought a red one at the market "
+    "and went on counting. Nobody in the town knew why, until the harbour master asked. "
+)
+QUESTIONS = ["What colour was the second notebook?", "Where did Mira live?"]
+PROMPTS = ["The capital of France is", STORY + QUESTIONS[0], "Water boils at"]
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return copy.deepcopy(smollm2[0])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return smollm2[1]
+
+
+def ours(model, sizes):
+    return FlexiCacheDynamicCache(model, **sizes)
+
+
+def dense(model):
+    return DynamicCache(config=model.config)
+
+
+def generate(model, cache, ids, mask=None, new=8, **kwargs):
+    kwargs |= {cache_argument(model): cache}
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        do_sample=False,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+        **kwargs,
+    )
+
+
+def encode(tokenizer, texts, **kwargs):
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", **kwargs)
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+def assert_equal(found, expected):
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
+
+
+def assert_close(found, expected):
+    """The same text; logits differ by the order of sums only."""
+    new = len(found.logits)
+    assert torch.equal(found.sequences[:, -new:], expected.sequences[:, -new:])
+    for left, right in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_batched_when_covered(model, tokenizer, beams):
+    batch = encode(tokenizer, PROMPTS)
+    kwargs = {"num_beams": beams, "num_return_sequences": beams}
+    found = generate(model, ours(model, COVERED), *batch, **kwargs)
+    assert_equal(found, generate(model, dense(model), *batch, **kwargs))
+
+
+@pytest.mark.parametrize("sizes", [COVERED, SPARSE], ids=["covered", "sparse"])
+def test_extra_left_padding_gives_the_same_text(model, tokenizer, sizes):
+    ids, mask = encode(tokenizer, PROMPTS[1:2])
+    wide = [torch.nn.functional.pad(part, (37, 0)) for part in (ids, mask)]
+    padded = generate(model, ours(model, sizes), *wide)
+    assert_close(padded, generate(model, ours(model, sizes), ids, mask))
+
+
+def test_beams_when_sparse_equal_their_own_text(model, tokenizer):
+    """The winning beam's text, fed token by token without reordering, has the beam's logits."""
+    ids, _ = encode(tokenizer, PROMPTS[1:2])
+    beams = generate(model, ours(model, SPARSE), ids, num_beams=2, new=10)
+    text, cache, fed = beams.sequences, ours(model, SPARSE), ids
+    for step, beam in enumerate(beams.beam_indices[0].tolist()):
+        with torch.no_grad():
+            logits = model(fed, **{cache_argument(model): cache}).logits[0, -1]
+        torch.testing.assert_close(beams.logits[step][beam], logits, rtol=0, atol=2e-3)
+        fed = text[:, ids.shape[1] + step][:, None]
+
+
+@pytest.mark.parametrize("sizes", [COVERED, SPARSE], ids=["covered", "sparse"])
+def test_prefix_prefilled_once_and_copied(model, tokenizer, sizes):
+    prefix, _ = encode(tokenizer, [STORY])
+    shared, plain = ours(model, sizes), dense(model)
+    for cache in (shared, plain):
+        with torch.no_grad():
+            model(prefix, **{cache_argument(model): cache})
+    for question in QUESTIONS:
+        ids = torch.cat([prefix, encode(tokenizer, [question])[0]], 1)
+        found = generate(model, copy.deepcopy(shared), ids)
+        if sizes is COVERED:
+            assert_equal(found, generate(model, copy.deepcopy(plain), ids))
+        else:
+            assert_close(found, generate(model, ours(model, sizes), ids))
+    assert shared.get_seq_length() == prefix.shape[1]
+
+
+def test_continue_from_the_cache(model, tokenizer):
+    ids, _ = encode(tokenizer, [PROMPTS[1]])
+    found, plain = ours(model, COVERED), dense(model)
+    for question in QUESTIONS:
+        first = generate(model, found, ids)
+        assert_equal(first, generate(model, plain, ids))
+        ids = torch.cat([first.sequences, encode(tokenizer, [question])[0]], 1)
+
+
+@pytest.mark.parametrize("mode", ["prompt lookup", "draft model"])
+def test_assisted(model, tokenizer, mode):
+    ids, _ = encode(tokenizer, [STORY + STORY])
+    draft = copy.deepcopy(model)
+    kwargs = {
+        "prompt lookup": {"prompt_lookup_num_tokens": 4},
+        "draft model": {"assistant_model": draft},
+    }[mode]
+    found = generate(model, ours(model, COVERED), ids, **kwargs)
+    assert_equal(found, generate(model, dense(model), ids, **kwargs))
+    cache = ours(model, SPARSE)
+    sparse = generate(model, cache, ids, **kwargs)
+    assert any(step.decode and step.tokens > 1 for step in cache.stats().steps)
+    assert sparse.sequences.shape == found.sequences.shape
+
+
+@pytest.mark.parametrize("chunk", [16, 33])
+def test_prefill_in_chunks(model, tokenizer, chunk):
+    ids, _ = encode(tokenizer, [PROMPTS[1]])
+    kwargs = {"prefill_chunk_size": chunk}
+    found = generate(model, ours(model, COVERED), ids, **kwargs)
+    assert_equal(found, generate(model, dense(model), ids, **kwargs))
+    parts = generate(model, ours(model, SPARSE), ids, **kwargs)
+    assert_close(parts, generate(model, ours(model, SPARSE), ids))
