@@ -132,8 +132,10 @@ def test_interrupted_at_any_line(sizes, kind):
     outcomes = set()
     for point in range(0, all_lines.seen, max(all_lines.seen // POINTS, 1)):
         broken = copy.deepcopy(cache)
-        with AtLine(point) as line, pytest.raises(KeyboardInterrupt):
+        with AtLine(point) as line, contextlib.suppress(KeyboardInterrupt):
             forward(model, broken, tokens)
+        if not line.where:  # this forward had fewer lines than the one that was counted
+            continue
         try:
             outcomes.add(check_survives(model, broken, tokens, twins, sizes, kind))
         except AssertionError as error:

@@ -303,3 +303,12 @@ def test_crop_anywhere_then_continue(model, sizes):
         torch.testing.assert_close(
             forward(model, cache, token), forward(model, twin, token), rtol=0, atol=2e-5
         )
+
+
+def test_rows_that_were_repeated_still_continue_their_text(model):
+    """The text that generate() fed is remembered row by row."""
+    cache = flexicache(model, *PAIRS, **SMALL)
+    text = generate(model, cache, random_ids(1, 60), 6).sequences
+    cache.batch_repeat_interleave(3)
+    longer = torch.cat([text.expand(3, -1), random_ids(3, 5)], 1)
+    assert generate(model, cache, longer, 4).sequences.shape == (3, 75)

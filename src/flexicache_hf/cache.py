@@ -196,6 +196,7 @@ class FlexiCacheDynamicCache(Cache):
         self._restart_learning()
         self._table.clear()
         self._shared.prefilling = None
+        self._shared.verifying = False
         for layer in self.layers:
             layer.clear() if isinstance(layer, FlexiCacheLayer) else layer.reset()
         self._prompt_ids = None
@@ -284,6 +285,8 @@ class FlexiCacheDynamicCache(Cache):
             raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
         self._restart_learning()
         copies = self._table.select(rows)
+        if self._prompt_ids is not None:
+            self._prompt_ids = self._prompt_ids[list(rows)]
         for layer in self._tiered():
             layer.select_rows(rows, copies)
 

@@ -387,8 +387,8 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
             if self.ordinal == 0 and len(held) < self.config_heads:
                 if self.shared.learner is not None:
                     raise ValueError(
-                        f"this process holds {len(held)} of {self.config_heads} KV heads; "
-                        "profile='auto' has to see all of them: give a measured profile instead"
+                        f"profile is 'auto', but this process holds only {len(held)} of "
+                        f"{self.config_heads} KV heads: give a measured profile instead"
                     )
                 ranks = self.config_heads // len(held)
                 self.shared.budget.share = (held.start // len(held), ranks)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .config import FlexiCacheConfig
 from .default_heads import FRACTION
+from .heads import kv_heads
 from .profile import HeadProfile
 from .ranking import select_pages
 from .stability import WINDOW, StabilityVote, window_rco, window_stability
@@ -56,9 +57,9 @@ class HeadLearner:
         self.rule = config.replace(sink_pages=0, recent_pages=1)
         self.model_config = model_config
         self.layers = list(layers)
-        self.depth = model_config.get_text_config(decoder=True).num_hidden_layers
-        wanted = round(FRACTION * sum(heads))
-        self.vote = StabilityVote(self.depth, max(heads, default=0), wanted)
+        text = model_config.get_text_config(decoder=True)
+        self.shape = text.num_hidden_layers, kv_heads(text)
+        self.vote = StabilityVote(*self.shape, round(FRACTION * sum(heads)))
         self.restart()
 
     @property
@@ -102,8 +103,8 @@ class HeadLearner:
         for row in range(pages.shape[2]):
             totals = torch.tensor([each[row] for each in self.totals])
             measured = window_stability(window_rco(pages[:, :, row], totals))
-            stability = measured.new_full((len(measured), self.depth, pages.shape[3]), torch.nan)
-            stability[:, self.layers] = measured
+            stability = measured.new_full((len(measured), *self.shape), torch.nan)
+            stability[:, self.layers, : pages.shape[3]] = measured
             self.vote.add(stability)
 
     def profile(self) -> HeadProfile:
