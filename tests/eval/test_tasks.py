@@ -250,7 +250,7 @@ def test_ruler_qa_reads_squad_and_hotpot(request_for, tmp_path, tokenizer):
         get_task("ruler", "qa_1").examples(request_for())
 
 
-def test_skipped_documents_lose_all_their_questions(tmp_path):
+def test_skipped_documents_lose_all_their_questions(request_for, tmp_path):
     rows = [{"context": "c", "question": "q", "answers": ["a"], "document_id": d} for d in "xxyz"]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
