@@ -4,7 +4,8 @@
     python scripts/compare_fidelity.py ablations runs/main runs/ablations --csv ablations.csv
 
 Reads result folders of `python -m eval run`. `targets` holds one method (`--method`) against every
-other one at the same budget; `ablations` holds every FlexiCache row against the paper preset.
+other one at the same budget (differences and ratios are its value to the other's); `ablations`
+holds every row of FlexiCache's mask form against the paper preset.
 Intervals are 95 %, from a paired bootstrap over documents, pooled over tasks.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,26 @@ class Rows:
 
     def on(self, tasks: Sequence[str] | None) -> Rows:
         kept = {key: row for key, row in self.rows.items() if tasks is None or key[1] in tasks}
-        return Rows(self.name, self.label, self.budget, kept)
+        return replace(self, rows=kept)
 
     def mean(self, name: str) -> float:
         return float(np.mean([row[name] for row in self.rows.values()]))
 
-    def tokens(self, name: str) -> float:
-        return float(np.mean([row["tokens"][name] for row in self.rows.values()]))
+    def accounting(self) -> Row:
+        """Tokens per head and step; metadata and all device bytes in percent of dense KV."""
+        tokens = [row["tokens"] for row in self.rows.values()]
+
+        def mean(name: str) -> float:
+            return float(np.mean([t[name] for t in tokens]))
+
+        device = np.mean([t["resident"] / t["length"] + t["metadata"] for t in tokens])
+        return {
+            "attended": mean("attended"),
+            "resident": mean("resident"),
+            "moved": mean("moved"),
+            "metadata %": 100 * mean("metadata"),
+            "device %": 100 * float(device),
+        }
 
 
 def load(folders: Sequence[Path]) -> list[Rows]:
@@ -92,37 +106,32 @@ def paired(
 
 
 def targets(every: list[Rows], method: str, tasks: Sequence[str] | None) -> list[Row]:
-    """`method` against all others at its budget: top-1 ratio and differences."""
+    """All methods at each budget of `method`; ratio and differences are `method` to the other."""
     table = []
     for rows in (r.on(tasks) for r in every if r.label == method):
-        for other in (r.on(tasks) for r in every):
-            if other.label == method or other.budget not in (None, rows.budget):
-                continue
-            if not rows.rows.keys() & other.rows.keys():
-                continue
+        for whole in (r for r in every if r.budget in (None, rows.budget)):
+            shared = {key: row for key, row in whole.rows.items() if key in rows.rows}
+            other = replace(whole, rows=shared)
             ratio, count = paired(rows, other, "top1", np.divide)
-            top1, _ = paired(rows, other, "top1", np.subtract)
+            if not count:
+                continue
             kl, _ = paired(rows, other, "kl", np.subtract)
-            nll, _ = paired(rows, other, "nll", np.subtract)
+            top1, _ = paired(rows, other, "top1", np.subtract)
             table.append(
                 {
                     "budget": rows.budget,
-                    "other": other.label,
+                    "method": other.label,
                     "documents": count,
-                    "attended": rows.tokens("attended"),
-                    "other attended": other.tokens("attended"),
-                    "other resident": other.tokens("resident"),
-                    "top-1": rows.mean("top1"),
-                    "other top-1": other.mean("top1"),
-                    "top-1 ratio": ratio,
-                    "top-1 difference": top1,
-                    "KL": rows.mean("kl"),
-                    "other KL": other.mean("kl"),
+                    **other.accounting(),
+                    "KL": other.mean("kl"),
+                    "top-1": other.mean("top1"),
+                    "NLL": other.mean("nll"),
                     "KL difference": kl,
-                    "NLL difference": nll,
+                    "top-1 difference": top1,
+                    "top-1 ratio": ratio,
                 }
             )
-    return table
+    return sorted(table, key=lambda row: (row["budget"], row["KL"]))
 
 
 def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
@@ -146,10 +155,7 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
                     "row": rows.label.replace(TITLES["flexicache-mask"], "").strip(" ()")
                     or "package defaults",
                     "documents": count,
-                    "attended": rows.tokens("attended"),
-                    "resident": rows.tokens("resident"),
-                    "moved": rows.tokens("moved"),
-                    "metadata %": 100 * rows.tokens("metadata"),
+                    **rows.accounting(),
                     "top-1": rows.mean("top1"),
                     "KL": rows.mean("kl"),
                     "KL / paper's": to_paper,
@@ -171,7 +177,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, Estimate):
         return interval(value, 3)
     if isinstance(value, float):
-        return number(value, 4 if "KL" in name else 3 if "top-1" in name else 1)
+        return number(value, 4 if name in ("KL", "NLL") else 3 if "top-1" in name else 1)
     return str(value)
 
 
@@ -192,6 +198,37 @@ def flat(table: list[Row]) -> list[Row]:
     return rows
 
 
+def plot(table: list[Row], path: Path) -> None:
+    """KL over the paper preset's with its interval, one panel a budget."""
+    from matplotlib.figure import Figure
+
+    name = "KL / paper's"
+    budgets = list(dict.fromkeys(row["budget"] for row in table))
+    counts = [sum(row["budget"] == budget for row in table) for budget in budgets]
+    figure = Figure(figsize=(9, 1 + 0.19 * sum(counts)), layout="constrained")
+    panels = figure.subplots(
+        len(budgets), 1, sharex=True, squeeze=False, height_ratios=[count + 2 for count in counts]
+    )
+    for axes, budget in zip(panels[:, 0], budgets):
+        rows = [row for row in table if row["budget"] == budget][::-1]
+        middle = [row[name].value for row in rows]
+        spans = [
+            [row[name].value - row[name].low for row in rows],
+            [row[name].high - row[name].value for row in rows],
+        ]
+        labels = [f"{row['row']} ({row['metadata %']:.1f} %)" for row in rows]
+        axes.errorbar(middle, labels, xerr=spans, fmt="o", markersize=4, capsize=2, linewidth=1.2)
+        axes.axvline(1, color="0.6", linewidth=0.8)
+        axes.axvline(0.6, color="0.6", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        axes.set_xticks([0.1, 0.2, 0.4, 0.6, 1, 2, 4], ["0.1", "0.2", "0.4", "0.6", "1", "2", "4"])
+        axes.minorticks_off()
+        axes.tick_params(labelsize=7)
+        axes.set_title(f"budget {budget} (metadata bytes in % of dense KV)", fontsize=9)
+    panels[-1, 0].set_xlabel("KL over the paper preset's KL")
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("targets", "ablations"))
@@ -199,6 +236,7 @@ def main() -> None:
     parser.add_argument("--method", default=TITLES["flexicache-mask"], help="label, for targets")
     parser.add_argument("--tasks", help="names with commas, or `long`: those with long answers")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path, help="ablations: PNG of KL over the paper preset's")
     args = parser.parse_args()
     tasks = LONG if args.tasks == "long" else args.tasks.split(",") if args.tasks else None
     every = load(args.results)
@@ -208,6 +246,8 @@ def main() -> None:
     print(show(found))
     if args.csv:
         write_csv(flat(found), args.csv)
+    if args.plot:
+        plot(found, args.plot)
 
 
 if __name__ == "__main__":
