@@ -163,7 +163,7 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
                     "top-1 - defaults'": top1,
                 }
             )
-        table.sort(key=lambda row: (row["budget"], row["KL"]))
+        table.sort(key=lambda row: (row["budget"], row["KL / paper's"].value))
     return table
 
 
