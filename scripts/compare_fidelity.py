@@ -139,7 +139,8 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
     table: list[Row] = []
     kept: defaultdict[int | None, list[Rows]] = defaultdict(list)
     for rows in (r.on(tasks) for r in every if r.name == "flexicache-mask"):
-        kept[rows.budget].append(rows)
+        if rows.rows:
+            kept[rows.budget].append(rows)
     for budget, group in kept.items():
         paper = next((r for r in group if r.label.endswith("(paper)")), None)
         standard = next((r for r in group if r.label == TITLES["flexicache-mask"]), None)
