@@ -82,6 +82,7 @@ def _add_run(commands: Subparsers) -> None:
     add("--out", required=True, metavar="DIR", help="result folder; run again to go on")
     add("--protocol", default="A", choices=("A", "B"), help="A: question prefilled; B: decoded")
     add("--limit", type=int, help="rows per task, evenly spread (default: all)")
+    add("--skip", type=int, default=0, help="documents to pass over, e.g. those of the profile")
     add("--samples", type=int, default=20, help="rows of generated tasks")
     add("--context", type=int, help="model context in tokens (default: the model's)")
     add("--max-new-tokens", type=int, help="cap on the task's own generation length")

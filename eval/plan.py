@@ -93,7 +93,7 @@ def plan(context: Context) -> list[TaskPlan]:
     )
     plans = []
     for task in (get_task(settings.suite, name) for name in settings.tasks):
-        examples = task.examples(request, settings.limit)
+        examples = task.examples(request, settings.limit, settings.skip)
         ids = frozenset(example.id for example in examples)
         units = []
         for method in settings.build_methods(task.name):

@@ -35,6 +35,7 @@ class Settings:
     out: str
     protocol: str = "A"
     limit: int | None = None
+    skip: int = 0
     samples: int = 20
     context: int | None = None
     max_new_tokens: int | None = None
@@ -60,6 +61,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
+        if self.skip < 0:
+            raise ValueError(f"skip is {self.skip}, expected a number of documents, at least 0")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Settings:

@@ -1,4 +1,7 @@
-"""Paired bootstrap over documents: questions about one document are not independent rows."""
+"""Paired bootstrap over documents: questions about one document are not independent rows.
+
+Documents are drawn within their task, so a task with one document allows no interval.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A value with its interval; all NaN where it is undefined."""
+    """A value with its interval; NaN where undefined."""
 
     value: float
     low: float
@@ -72,7 +75,8 @@ def retention(pairs: Sequence[Paired], resamples: int) -> Estimate:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(second > 0, first / second, 0.0)[defined]
         # A resample in which the second scores 0 on a task leaves that task out.
-        return _estimate(ratios.sum(0) / (second[defined] > 0).sum(0))
+        kept = [paired for paired, counts in zip(pairs, defined) if counts]
+        return _estimate(ratios.sum(0) / (second[defined] > 0).sum(0), kept)
 
 
 def difference(pairs: Sequence[Paired], resamples: int) -> Estimate:
@@ -80,16 +84,17 @@ def difference(pairs: Sequence[Paired], resamples: int) -> Estimate:
     if not pairs:
         return Estimate(np.nan, np.nan, np.nan)
     first, second = resample(pairs, resamples)
-    return _estimate((first - second).mean(0))
+    return _estimate((first - second).mean(0), pairs)
 
 
 def average(pairs: Sequence[Paired], resamples: int) -> Estimate:
     """Mean over tasks of the first measure."""
     if not pairs:
         return Estimate(np.nan, np.nan, np.nan)
-    return _estimate(resample(pairs, resamples)[0].mean(0))
+    return _estimate(resample(pairs, resamples)[0].mean(0), pairs)
 
 
-def _estimate(values: Array) -> Estimate:
-    low, high = np.nanpercentile(values[1:], LEVELS) if len(values) > 1 else (np.nan, np.nan)
+def _estimate(values: Array, pairs: Sequence[Paired]) -> Estimate:
+    several = len(values) > 1 and min(len(paired.count) for paired in pairs) > 1
+    low, high = np.nanpercentile(values[1:], LEVELS) if several else (np.nan, np.nan)
     return Estimate(float(values[0]), float(low), float(high))

@@ -47,6 +47,7 @@ def _plot(
     y_title: str,
     path: str,
 ) -> Path | None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     lines: dict[str, Points] = defaultdict(list)
@@ -58,6 +59,7 @@ def _plot(
         return None
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for index, (label, points) in enumerate(lines.items()):
         points.sort()
         xs, values = zip(*((x, estimate.value) for x, estimate in points))

@@ -26,9 +26,9 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def interval(estimate: Estimate, digits: int = 3) -> str:
-    """`value [low, high]`."""
-    if math.isnan(estimate.value):
-        return "–"
+    """`value [low, high]`; the value alone without an interval."""
+    if math.isnan(estimate.low):
+        return number(estimate.value, digits)
     low, high = number(estimate.low, digits), number(estimate.high, digits)
     return f"{number(estimate.value, digits)} [{low}, {high}]"
 

@@ -78,11 +78,15 @@ class Task:
     min_new_tokens: int = 0
     stop_at_newline: bool = False
 
-    def examples(self, request: Request, limit: int | None = None) -> list[Example]:
-        """Examples with truncated prompts; `limit` takes that many, evenly spread over the task."""
+    def examples(self, request: Request, limit: int | None = None, skip: int = 0) -> list[Example]:
+        """Examples with truncated prompts; `limit` takes that many, evenly spread over the task
+        without its first `skip` documents."""
+        rows = self.load(request)
+        skipped = set(list(dict.fromkeys(row.document_id for row in rows))[:skip])
+        rows = [row for row in rows if row.document_id not in skipped]
         return [
             replace(example, prompt=self.truncate(example.prompt, request))
-            for example in spread(self.load(request), limit)
+            for example in spread(rows, limit)
         ]
 
     def scorer(self) -> RowMetric:

@@ -47,6 +47,13 @@ def test_rows_of_a_document_are_resampled_together():
     assert 0.35 < narrow.low < 0.5 < narrow.high < 0.65
 
 
+def test_one_document_a_task_allows_no_interval():
+    alone = pair({"0": 1.0}, {"0": 2.0}, DOCUMENTS)
+    for found in (average([alone], 50), difference([alone, pair(HALF, FULL, DOCUMENTS)], 50)):
+        assert math.isnan(found.low) and math.isnan(found.high) and not math.isnan(found.value)
+    assert interval(average([alone], 50)) == "1.000"
+
+
 def test_interval_covers_the_truth_about_as_often_as_it_says():
     rng, hits = np.random.default_rng(1), 0
     for _ in range(60):

@@ -219,6 +219,7 @@ def test_profile_of_task_and_budget(settings, tiny_model, tmp_path):
         (["--protocol", "B", "--batch-size", "2"], "one question at a time"),
         (["--no-generation"], "nothing to measure"),
         (["--limit", "0"], "limit is 0"),
+        (["--skip", "-1"], "skip is -1"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(extra, message, tmp_path, capsys):

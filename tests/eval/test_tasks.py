@@ -250,6 +250,16 @@ def test_ruler_qa_reads_squad_and_hotpot(request_for, tmp_path, tokenizer):
         get_task("ruler", "qa_1").examples(request_for())
 
 
+def test_skipped_documents_lose_all_their_questions(request_for, tmp_path):
+    rows = [{"context": "c", "question": "q", "answers": ["a"], "document_id": d} for d in "xxyz"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = get_task("custom", f"{path}:f1")
+    kept = [e.document_id for e in task.examples(request_for(), limit=2, skip=1)]
+    assert kept == ["y", "z"]
+    assert task.examples(request_for(), skip=3) == []
+
+
 def test_every_given_file_makes_prompts(data, tokenizer):
     for suite in ("longbench", "leval"):
         request = Request(tokenizer, 4096, source=str(data / suite))
