@@ -360,6 +360,7 @@ class Contract(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.world.cache.reset()
+        self.world.cache.activate_past_recording()
         self.world.rows, self.world.prompts, self.world.most_pages = [], [], 0
 
     @precondition(lambda self: len(self.worlds) < 3)
