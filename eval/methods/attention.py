@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from flexicache_hf.attention import NAMES
+
 LAYER = "_attending_layer"
 IMPLEMENTATIONS = {"sdpa": "retention", "eager": "retention_eager"}
 
@@ -46,6 +48,9 @@ AttentionMaskInterface.register(IMPLEMENTATIONS["sdpa"], sdpa_mask)
 AttentionMaskInterface.register(IMPLEMENTATIONS["eager"], eager_mask)
 
 
+OWN_OF = {name: implementation for implementation, name in NAMES.items()}
+
+
 @contextmanager
 def switched(model: Any) -> Iterator[None]:
     """Run `model` under our implementation; its own comes back whatever happens inside.
@@ -54,17 +59,18 @@ def switched(model: Any) -> Iterator[None]:
         ValueError: the model runs neither sdpa nor eager attention.
     """
     config = model.config.get_text_config(decoder=True)
-    own = config._attn_implementation
+    found = config._attn_implementation
+    own = OWN_OF.get(found, found)  # a model that had a FlexiCache goes on under our name
     if own not in IMPLEMENTATIONS:
         raise ValueError(
-            f"the model's attention implementation is {own!r}, but methods can be evaluated over "
+            f"the model's attention implementation is {found!r}, but methods can be evaluated over "
             f"{sorted(IMPLEMENTATIONS)} only: load the model with attn_implementation='sdpa'"
         )
     config._attn_implementation = IMPLEMENTATIONS[own]
     try:
         yield
     finally:
-        config._attn_implementation = own
+        config._attn_implementation = found
 
 
 def cache_argument(model: Any) -> str:

@@ -26,6 +26,12 @@ from .stability import WINDOW, StabilityVote, window_rco, window_stability
 from .table import Step
 
 
+def while_learning(config: FlexiCacheConfig) -> FlexiCacheConfig:
+    """How pages are digested and scored until the heads are known: as profiles are recorded, so
+    that a learned profile means the same. The hand-over makes the digests anew."""
+    return config.replace(digest="minmax", digests_per_page=1, group_reduction="max")
+
+
 class HeadLearner:
     """Page sets of the decode steps under way, and the vote of the windows they fill.
 
@@ -54,7 +60,7 @@ class HeadLearner:
                 "to learn heads with profile='auto': give a profile instead"
             )
         # the published rule: pages that are forced into every set would look stable
-        self.rule = config.replace(sink_pages=0, recent_pages=1)
+        self.rule = while_learning(config).replace(sink_pages=0, recent_pages=1)
         self.model_config = model_config
         self.layers = list(layers)
         text = model_config.get_text_config(decoder=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .heads import held_heads
 from .host import HostPages
+from .learning import while_learning
 from .profile import HeadProfile
 from .shared import Shared
 from .stable import StableHeads
@@ -74,7 +75,8 @@ class Tiers:
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take heads, dimensions, dtype and device from the first keys and values."""
-        shared, config = self.shared, self.shared.config
+        shared = self.shared
+        config = shared.config if shared.learner is None else while_learning(shared.config)
         device = key_states.device
         self.profile = shared.profile
         self.stable = self.unstable = None
