@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexicache_hf.versions import cache_argument
+
 CHUNK = 32  # tokens a forward, where a method takes several decode steps in one
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the forward argument that takes a cache: `cache` since transformers 5.24."""
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ block by block, so that a machine whose speed drifts cannot favour either.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import statistics
 import time
@@ -23,12 +22,12 @@ from transformers import DynamicCache
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, FlexiCacheWarning
 from flexicache_hf.documents import reference_text
 from flexicache_hf.embedded import load_model
+from flexicache_hf.versions import cache_argument
 
 
 @torch.no_grad()
 def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else None
-    output = model(ids, logits_to_keep=1, **{name or "past_key_values": cache})
+    output = model(ids, logits_to_keep=1, **{cache_argument(model): cache})
     return output.logits[:, -1].argmax(-1, keepdim=True)
 
 

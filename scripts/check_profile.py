@@ -20,7 +20,6 @@ prints the tables.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import random
 import sys
@@ -34,6 +33,7 @@ from page_masks import Variant, compare_variants
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, HeadProfile
 from flexicache_hf.embedded import load_model
 from flexicache_hf.texts import data_dir, leval, prompt_ids, select
+from flexicache_hf.versions import cache_argument
 
 
 def choices(profile: HeadProfile, draws: int, seed: str) -> dict[str, list[tuple[int, int]]]:
@@ -50,9 +50,7 @@ def choices(profile: HeadProfile, draws: int, seed: str) -> dict[str, list[tuple
 @torch.no_grad()
 def forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Log-probabilities `[V]` after feeding `ids` `[1, q]`."""
-    parameters = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"
-    logits = model(ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits
+    logits = model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1).logits
     return logits[0, -1].float().log_softmax(-1)
 
 

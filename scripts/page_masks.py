@@ -9,7 +9,6 @@ next one. The newest page counts among the K; pages opened since a ranking come 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flexicache_hf.versions import cache_argument
 
 NAME = "flexicache_page_masks"
 PAGE, PERIOD = 16, 16
@@ -119,7 +120,7 @@ def compare_variants(
 ) -> list[tuple[float, float]]:
     """Mean KL(dense || variant) in nats and top-1 agreement, over the dense model's own greedy
     continuation of `prompt` `[1, P]`. The prefill is dense for all and is not counted."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_argument(model)
     cache = DynamicCache(config=model.config)
     logits = model(prompt, **{name: cache}, use_cache=True, logits_to_keep=1).logits
     token = int(logits[0, -1].argmax())

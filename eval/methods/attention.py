@@ -7,7 +7,6 @@ keys, because transformers does not pass the cache to the attention function.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,9 +70,3 @@ def switched(model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = found
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the forward argument that takes a cache: `cache` since transformers 5.24."""
-    parameters = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

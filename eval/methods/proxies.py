@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import cache_argument
+from flexicache_hf.versions import cache_argument
+
 from .base import MaskSession, Method, Selector
 from .heads import TABLES, model_slug
 from .rope import Rope

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import cache_argument
+from flexicache_hf.versions import cache_argument
+
 from .base import MaskSession, Method, Selector
 from .cache import MaskCache
 from .views import Prompt

@@ -8,7 +8,6 @@ serves every K up to the recorded one.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .page_records import CollectSettings, Record, load_record, record_path, save_record
 from .profile import model_facts
 from .texts import Text, prompt_ids
+from .versions import cache_argument
 
 # attention implementation -> our name while recording (free of words transformers reacts to)
 WRAPPED = {
@@ -207,7 +207,7 @@ def record_generation(
             num_beams=1,
             min_new_tokens=settings.steps + 1,
             max_new_tokens=settings.steps + 1,  # the first token comes from the prefill
-            **{_cache_argument(model): cache},
+            **{cache_argument(model): cache},
         )
     info = {**model_facts(model.config), "prompt_tokens": len(ids)}
     return recorder.record(text.task, text.name, info)
@@ -259,8 +259,3 @@ def collect(
         if report is not None:
             report(progress, text)
     return progress
-
-
-def _cache_argument(model: Any) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

@@ -16,6 +16,7 @@ from .cache import FlexiCacheDynamicCache
 from .config import FlexiCacheConfig
 from .documents import reference_text
 from .stats import MemoryUsage
+from .versions import cache_argument
 
 DOCUMENT_TOKENS = 6000
 QUESTION = "Explain in a few sentences what the assert statement does, using the text above."
@@ -158,7 +159,7 @@ def _generate(
         torch.manual_seed(args.seed)
     output = model.generate(
         **inputs,
-        **{_cache_argument(model): cache},
+        **{cache_argument(model): cache},
         max_new_tokens=args.max_new_tokens,
         do_sample=args.seed is not None,
         streamer=clock,
@@ -174,12 +175,6 @@ def _generate(
         end - first,
         0,
     )
-
-
-def _cache_argument(model: Any) -> str:
-    import inspect
-
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _dense_bytes(cache: DynamicCache) -> int:
