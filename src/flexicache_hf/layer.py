@@ -395,7 +395,9 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
                 self.shared.budget.share = (held.start // len(held), ranks)
         if self.ordinal == 0 and (self.columns or self.pending is not None):
             self._check_implementation()
-        if self.torn or (self.pending is not None and self.linked):
+        table = self.shared.table
+        between = self.ordinal == 0 and table.progress[0] != table.forwards  # stored, but not left
+        if self.torn or between or (self.pending is not None and self.linked):
             raise InterruptedForward(
                 f"layer {self.index}: the last forward stopped inside this layer. "
                 + (
