@@ -15,8 +15,8 @@ class Digest:
     """Two vectors per page that stand for its keys.
 
     minmax: the bounding box (Quest, FlexiCache). cuboid_mean: the box's centre minus and plus the
-    mean absolute deviation from it (ArkVale), the same size but no longer a bound. mean_spread: mean
-    and standard deviation. Every page is digested once, when it fills.
+    mean absolute deviation from it (ArkVale), the same size but no longer a bound. mean_spread:
+    mean and standard deviation. Every page is digested once, when it fills.
     """
 
     def __init__(self, page: int, kind: DigestKind = "minmax") -> None:

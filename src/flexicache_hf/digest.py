@@ -46,7 +46,7 @@ def page_digests(keys: Tensor, kind: Digest, per_page: int) -> Tensor:
         return _mean_spread(blocks)
     lower, upper = blocks.amin(-2), blocks.amax(-2)
     if kind == "cuboid_mean":
-        centre = (lower + upper) / 2
+        centre = lower / 2 + upper / 2  # their sum may leave float16's range
         radius = (blocks - centre.unsqueeze(-2)).abs().mean(-2)
         lower, upper = centre - radius, centre + radius
     return torch.cat([upper, lower], -1)
