@@ -68,12 +68,8 @@ class Reference:
     def block_score(self, q: Tensor, block: Tensor) -> float:
         """sum_d max(q_d lower_d, q_d upper_d), or the mean product and 1.5 standard deviations."""
         if self.digest == "mean_spread":
-            score = 0.0
-            variance = 0.0
-            for weight, column in zip(q.tolist(), block.T):
-                score += weight * column.mean().item()
-                variance += weight**2 * column.var(correction=0).item()
-            return score + 1.5 * math.sqrt(variance)
+            spread = (q * block.std(0, correction=0)).norm()
+            return (q @ block.mean(0) + 1.5 * spread).item()
         lower, upper = block.min(0).values, block.max(0).values
         if self.digest == "cuboid_mean":
             centre = (lower + upper) / 2
