@@ -23,7 +23,7 @@ from .views import Prompt, Step
 
 @dataclass(frozen=True)
 class FlexiCacheMask(FlexiCacheMethod):
-    """Every head attends K pages by the bound of its pages' digests. Unstable heads choose at every
+    """Every head attends K pages by the scores of their digests. Unstable heads choose at every
     step. Stable heads choose at s = 1 and when s (s + layer, staggered) is a multiple of the
     interval; that step still attends the old set, and pages opened since the last choice come on
     top of K. The first working set is the first step's own, or the last prompt query's.

@@ -226,7 +226,13 @@ class StableHeads:
         digests = gather_digests(self.digests, pool_rows(ids, len(self.heads)))
         config = self.config
         scores = page_scores(
-            queries, digests, settled, config.digests_per_page, config.group_reduction, scaling
+            queries,
+            digests,
+            settled,
+            config.digests_per_page,
+            config.group_reduction,
+            scaling,
+            config.digest,
         )
         return select_pages(scores, settled, config)
 

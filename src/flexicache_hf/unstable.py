@@ -98,6 +98,7 @@ class UnstableHeads:
             self.config.digests_per_page,
             self.config.group_reduction,
             scaling,
+            self.config.digest,
         )
         if self.observer is not None:
             self.observer(scores.clone(), step)
