@@ -51,13 +51,16 @@ class Sizes:
     blocks: int = 4
     steps: int = 16  # decode steps per block: every layer ranks once
     copy_bytes: int = 256 * 2**20
+    small_layers: int = 4  # of the model whose results are compared
+    small_hidden: int = 512
 
     @classmethod
     def tiny(cls) -> Sizes:
         """To test the checks themselves, on a CPU."""
         model = {"layers": 4, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
         cost = {"long_prompt": 1600, "contexts": (300,), "batches": (1, 2), "copy_bytes": 2**20}
-        return cls(**model, **cost, vocabulary=97, budget=64, blocks=1, steps=4)
+        small = {"small_layers": 2, "small_hidden": 64}
+        return cls(**model, **cost, **small, vocabulary=97, budget=64, blocks=1, steps=4)
 
 
 @dataclass
@@ -72,17 +75,17 @@ class Bench:
         return self.device.type == "cuda"
 
     def small(self, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:
-        """Four layers with attention that differs between tokens, the same on every device."""
+        """A model whose attention differs between tokens, the same on every device."""
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=97,
-            hidden_size=512,
+            hidden_size=self.sizes.small_hidden,
             intermediate_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=self.sizes.small_layers,
             num_attention_heads=8,
             num_key_value_heads=4,
             max_position_embeddings=4096,
-            initializer_range=0.1,
+            initializer_range=0.1 if self.sizes.small_hidden > 64 else 0.3,
         )
         return LlamaForCausalLM(config).to(device or self.device, dtype).eval()
 

@@ -74,11 +74,14 @@ def cuda(monkeypatch):
         inside.pop()
 
     def block(self: BlockCopy) -> None:
-        inside[-1].work.append(partial(copy_block, self))
+        queued(partial(copy_block, self))
 
     def pages(self: PageCopy) -> None:  # the CPU picks the pages at once, the rest is queued
         picked = self.source.index_select(0, self.source_rows)
-        inside[-1].work.append(partial(self.target.index_copy_, 0, self.target_rows, picked))
+        queued(partial(self.target.index_copy_, 0, self.target_rows, picked))
+
+    def queued(work: Callable[[], object]) -> None:
+        inside[-1].work.append(work) if inside else work()
 
     copy_block = BlockCopy.run
     monkeypatch.setattr(BlockCopy, "run", block)
@@ -144,9 +147,8 @@ def test_pages_are_picked_only_once_they_are_on_the_host():
 def test_a_cache_can_be_copied_with_copies_in_flight(preset, steps):
     model, tokens = tiny_llama(), random_ids(2, 30, seed=3)
     config = preset(token_budget=32, page_size=4, rerank_interval=3)
-    expected = decode(
-        model, flexicache(model, (0, 1), config=config), random_ids(2, 90), 30, None, tokens
-    )
+    prompt, plain = random_ids(2, 90), flexicache(model, (0, 1), config=config)
+    expected = decode(model, plain, prompt, 30, None, tokens)
     queue = StreamQueue(torch.device("cpu"))
     cache = flexicache(model, (0, 1), config=config, queue_factory=lambda device: queue)
     decode(model, cache, prompt, steps, None, tokens[:, :steps])
