@@ -3,9 +3,11 @@
     python scripts/check_gpu.py --out found.jsonl
     python scripts/check_gpu.py --device cpu --sizes tiny      # tests the script itself
 
-One JSON line per check and a table at the end; a failing check does not stop the others. The exit
-status is 1 if any failed. The model has Llama-3.1-8B's shapes and random weights (16 GB; with its
-caches about 60 GB; less with --layers). The embedded SmolLM2 is used if it is there already.
+Where the package is not installed, put PYTHONPATH=src before it; it needs only torch and
+transformers. One JSON line per check and a table at the end; a failing check does not stop the
+others. The exit status is 1 if any failed. The model has Llama-3.1-8B's shapes and random weights
+(16 GB; with its caches about 60 GB; less with --layers). The embedded SmolLM2 is used if it is
+there already.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from flexicache_hf.versions import cache_argument
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of logits over the largest logit, where kernels need not agree bitwise."""
 
-SMALL = FlexiCacheConfig(token_budget=64, rerank_interval=3)
-PAPER = FlexiCacheConfig.paper(token_budget=64, rerank_interval=3)
-LATE_CYCLES = 2_000_000  # about a millisecond
+SMALL = FlexiCacheConfig(token_budget=128, rerank_interval=3)
+PAPER = FlexiCacheConfig.paper(token_budget=96, rerank_interval=3)
+LATE_CYCLES = 20_000_000  # about ten milliseconds: longer than a step of the small model
 
 
 def differences(found: Tensor, wanted: Tensor, facts: Facts, tolerance: float) -> None:
@@ -119,13 +119,11 @@ def sparse_against_cpu(bench: Bench) -> Facts:
 
 
 class LateStreamQueue(StreamQueue):
-    """Poisons what a job will write on the device, and begins the job a millisecond late."""
+    """Poisons at once what a job will write on the device, and begins the job a step late."""
 
     def submit(self, job: Job) -> int:
         if job.target.is_cuda:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self.stream):
-                job.poison()
+            job.poison()
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(LATE_CYCLES)
         return super().submit(job)
@@ -187,7 +185,8 @@ def transfers(bench: Bench, dtype: torch.dtype) -> Facts:
     model = bench.small(dtype)
     if bench.cuda:
         facts["queue"] = type(default_queue(bench.device)).__name__
-    for name, config in (("default", SMALL), ("paper", PAPER)):
+    configs = {"default": SMALL, "paper": PAPER} if bench.cuda else {"default": SMALL}
+    for name, config in configs.items():
         wanted = every_change(bench, model, config, SyncQueue)
         for kind in (StreamQueue, LateStreamQueue) if bench.cuda else (SyncQueue,):
             found = every_change(bench, model, config, kind)

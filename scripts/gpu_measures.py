@@ -44,9 +44,10 @@ def pinned_bytes(bench: Bench) -> int:
 @torch.no_grad()
 def reported_bytes(bench: Bench) -> Facts:
     """memory_usage() against what the allocators count."""
+    model = bench.large
     bench.collect()
     asked, held, pinned = bench.requested(), bench.allocated(), pinned_bytes(bench)
-    cache = tiered(bench.large, config(bench))
+    cache = tiered(model, config(bench))
     feed(bench, cache, bench.sizes.long_prompt - 20)
     for _ in range(20):
         feed(bench, cache, 1)

@@ -60,7 +60,7 @@ class Sizes:
         model = {"layers": 4, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
         cost = {"long_prompt": 1600, "contexts": (300,), "batches": (1, 2), "copy_bytes": 2**20}
         small = {"small_layers": 2, "small_hidden": 64}
-        return cls(**model, **cost, **small, vocabulary=97, budget=64, blocks=1, steps=4)
+        return cls(**model, **cost, **small, vocabulary=97, budget=128, blocks=1, steps=4)
 
 
 @dataclass

@@ -28,6 +28,7 @@ def lines_of(text: str) -> dict[str, dict]:
     return {line["check"]: line for line in found}
 
 
+@pytest.mark.slow
 def test_everything_runs_on_a_cpu(script, tmp_path):
     out = tmp_path / "found.jsonl"
     command = [sys.executable, str(SCRIPTS / "check_gpu.py"), *CPU, "--out", str(out)]
@@ -35,7 +36,14 @@ def test_everything_runs_on_a_cpu(script, tmp_path):
         command,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent / "src")},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPTS.parent / "src"),
+            "FLEXICACHE_HOME": str(
+                tmp_path
+            ),  # without the embedded model, as on a borrowed machine
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = lines_of(done.stdout)
@@ -46,7 +54,7 @@ def test_everything_runs_on_a_cpu(script, tmp_path):
     assert lines["exact bfloat16"]["padded"]["worst"] == 0
     sparse = lines["sparse steps against the CPU"]["paper"]
     assert sparse["rankings"] > 100 and sparse["cpu_would_choose_otherwise"] == 0
-    assert lines["transfers float32"]["compared"] > 500
+    assert lines["transfers float32"]["compared"] > 200
     assert lines["ranking cost"]["promoted"] > 0
     assert done.stdout.splitlines()[-1] == f"{len(lines)} passed, 0 failed"
 
