@@ -24,12 +24,13 @@ PAPER = FlexiCacheConfig.paper(token_budget=96, rerank_interval=3)
 LATE_CYCLES = 20_000_000  # about ten milliseconds: longer than a step of the small model
 
 
-def differences(found: Tensor, wanted: Tensor, facts: Facts, tolerance: float) -> None:
-    """Notes how far apart two logits are; raises beyond the tolerance."""
+def compare(found: Tensor, wanted: Tensor, facts: Facts, name: str, tolerance: float) -> None:
+    """Notes under `name` how far apart two logits are; raises beyond the tolerance."""
     found, wanted = found.float().cpu(), wanted.float().cpu()
     worst = float((found - wanted).abs().max() / wanted.abs().max())
-    facts.update(bitwise=torch.equal(found, wanted), worst=worst, tolerance=tolerance)
-    expect(worst <= tolerance, f"logits differ by {worst:.2e} of the largest", facts)
+    noted = {"bitwise": torch.equal(found, wanted), "worst": worst, "tolerance": tolerance}
+    facts[name] = facts.get(name, {}) | noted
+    expect(worst <= tolerance, f"{name}: logits differ by {worst:.2e} of the largest", facts)
 
 
 # -- K covers everything ---------------------------------------------------------------------------
@@ -45,9 +46,8 @@ def exactness(bench: Bench, dtype: torch.dtype) -> Facts:
     config = FlexiCacheConfig(token_budget=1024)
     for name, mask in (("plain", None), ("padded", padded)):
         wanted = decode(model, dense(model), ids, tokens, mask)
-        facts[name] = {}
         found = decode(model, tiered(model, config), ids, tokens, mask)
-        differences(found, wanted, facts[name], TOLERANCE[dtype])
+        compare(found, wanted, facts, name, TOLERANCE[dtype])
     return facts
 
 
@@ -61,7 +61,7 @@ def real_model(bench: Bench) -> Facts:
     facts: Facts = {}
     wanted = decode(model, dense(model), ids, tokens)
     found = decode(model, tiered(model, FlexiCacheConfig()), ids, tokens)
-    differences(found, wanted, facts, TOLERANCE[torch.float32])
+    compare(found, wanted, facts, "SmolLM2", TOLERANCE[torch.float32])
     sparse = decode(model, tiered(model, FlexiCacheConfig(token_budget=128)), ids, tokens)
     expect(bool(sparse.isfinite().all()), "sparse logits are not finite", facts)
     return facts
@@ -111,7 +111,7 @@ def sparse_against_cpu(bench: Bench) -> Facts:
             wanted = decode(model, tiered(model, config), ids, tokens)
         facts[name] = {"rankings": rankings, "cpu_would_choose_otherwise": other[0]}
         expect(not chosen and rankings > 0, "device and CPU did not rank equally often", facts)
-        differences(found, wanted, facts[name], 1e-3)
+        compare(found, wanted, facts, name, 1e-3)
     return facts
 
 

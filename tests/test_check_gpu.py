@@ -53,7 +53,7 @@ def test_everything_runs_on_a_cpu(script, tmp_path):
     assert lines["exact float32"]["plain"]["bitwise"]
     assert lines["exact bfloat16"]["padded"]["worst"] == 0
     sparse = lines["sparse steps against the CPU"]["paper"]
-    assert sparse["rankings"] > 100 and sparse["cpu_would_choose_otherwise"] == 0
+    assert sparse["rankings"] > 60 and sparse["cpu_would_choose_otherwise"] == 0
     assert lines["transfers float32"]["compared"] > 200
     assert lines["ranking cost"]["promoted"] > 0
     assert done.stdout.splitlines()[-1] == f"{len(lines)} passed, 0 failed"
