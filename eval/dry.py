@@ -14,6 +14,7 @@ from eval.settings import Settings
 from eval.stand_in import tiny_model
 from eval.tasks.haystack import prose
 from flexicache_hf.default_heads import default_unstable_heads
+from flexicache_hf.heads import kv_heads
 
 SCALE = 16  # budgets of a dry run are this much smaller
 
@@ -61,7 +62,7 @@ def dry_settings(model: PaperModel, settings: Settings, budgets: Sequence[int]) 
     out = Path(settings.out)
     config = tiny_model(model.stand_in).config
     layers = range(config.num_hidden_layers)
-    heads = default_unstable_heads(layers, len(layers), config.num_key_value_heads)
+    heads = default_unstable_heads(layers, len(layers), kv_heads(config))
     for task in settings.tasks:
         for budget in budgets:
             save_profile(config, heads, out / "profiles" / f"{task}-{budget}")

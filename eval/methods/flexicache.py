@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
+from flexicache_hf.heads import kv_heads
 from flexicache_hf.layer import FlexiCacheLayer
 
 from .base import Method, Session
@@ -131,7 +132,8 @@ class FlexiCacheSession(Session):
             raise RuntimeError("tokens() before new_cache(): there is nothing to account for")
         page, pages = self.method.page_size, self.method.config.pages
         tiered = [i for i, layer in enumerate(cache.layers) if isinstance(layer, FlexiCacheLayer)]
-        heads = len(tiered) * cache.profile.num_kv_heads
+        text = self.model.config.get_text_config(decoder=True)
+        heads = sum(kv_heads(text, index) for index in tiered)
         unstable = sum(len(cache.profile.unstable_in(index)) for index in tiered)
         steps = cache.stats().steps
         length = cache.get_seq_length() - sum(step.tokens for step in steps)
