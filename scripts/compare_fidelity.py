@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from eval.methods import METHODS
 from eval.report.bootstrap import LEVELS, Estimate
 from eval.report.collect import collect
 from eval.report.tables import interval, markdown, number, write_csv
 
 RESAMPLES = 5000
 BUDGET_FREE = ("dense", "duoattention")
-TITLES = {"flexicache": "FlexiCache", "flexicache-mask": "FlexiCache (mask form)"}
+MASK_FORM = METHODS["flexicache-mask"].title
 LONG = (  # tasks whose answers are long texts
     "gov_report_summ",
     "patent_summ",
@@ -142,8 +143,8 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
         if rows.rows:
             kept[rows.budget].append(rows)
     for budget, group in kept.items():
-        paper = next((r for r in group if r.label.endswith("(paper)")), None)
-        standard = next((r for r in group if r.label == TITLES["flexicache-mask"]), None)
+        paper = next((r for r in group if r.label == f"{MASK_FORM} (paper)"), None)
+        standard = next((r for r in group if r.label == MASK_FORM), None)
         if paper is None or standard is None:
             continue
         for rows in group:
@@ -153,8 +154,7 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
             table.append(
                 {
                     "budget": budget,
-                    "row": rows.label.replace(TITLES["flexicache-mask"], "").strip(" ()")
-                    or "package defaults",
+                    "row": short(rows.label),
                     "documents": count,
                     **rows.accounting(),
                     "top-1": rows.mean("top1"),
@@ -166,6 +166,11 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
             )
         table.sort(key=lambda row: (row["budget"], row["KL / paper's"].value))
     return table
+
+
+def short(label: str) -> str:
+    """A label of the mask form without its name: the settings that are not the default's."""
+    return label.removeprefix(MASK_FORM).strip(" ()").replace(") (", ", ") or "package defaults"
 
 
 def show(table: list[Row]) -> str:
@@ -234,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("targets", "ablations"))
     parser.add_argument("results", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--method", default=TITLES["flexicache-mask"], help="label, for targets")
+    parser.add_argument("--method", default=MASK_FORM, help="label, for targets")
     parser.add_argument("--tasks", help="names with commas, or `long`: those with long answers")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="ablations: PNG of KL over the paper preset's")

@@ -79,6 +79,11 @@ class Method:
         """What a reader of a table must know about these options, in words."""
         return []
 
+    def resolved(self) -> dict[str, Any]:
+        """What the options come to where they leave something to a default of the package, which
+        may be another in a later version."""
+        return {}
+
     @property
     def label(self) -> str:
         """The method's name in tables."""

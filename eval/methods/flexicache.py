@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
@@ -75,6 +75,9 @@ class FlexiCacheMethod(Method):
             rerank_interval=self.rerank_interval or None,
             **given,
         )
+
+    def resolved(self) -> dict[str, Any]:
+        return asdict(self.config)
 
     def notes(self) -> list[str]:
         notes = [] if self.preset == "default" else [self.preset]

@@ -80,7 +80,7 @@ def test_gates_are_refused_where_layers_differ(gemma4, name):
 def test_shared_keys_are_refused_in_mask_form(family):
     model, ids = build_family(family), random_ids(1, 80)
     with (
-        pytest.raises(ValueError, match="the last 2 layers .* read the keys of earlier layers"),
+        pytest.raises(ValueError, match=r"the last 2 layers .* read the keys of earlier layers"),
         build("quest", 64).session(model),
     ):
         pass
