@@ -101,9 +101,10 @@ def paired(
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     index = np.concatenate([np.arange(count)[None], drawn])
     left, right, rows = (values[index].sum(1) for values in sums)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample may have a KL of 0
         values = combine(left / rows, right / rows)
-    return Estimate(float(values[0]), *map(float, np.percentile(values[1:], LEVELS))), count
+        low, high = np.percentile(values[1:], LEVELS)
+    return Estimate(float(values[0]), float(low), float(high)), count
 
 
 def targets(every: list[Rows], method: str, tasks: Sequence[str] | None) -> list[Row]:

@@ -52,7 +52,7 @@ def model_and_prompt(name: str) -> tuple[Any, Any]:
 @lru_cache
 @torch.no_grad()
 def layers_of(name: str) -> list[tuple[Any, Any, dict[str, Any]]]:
-    """For every layer its attention module, our view of the prompt, and what the module was given."""
+    """For every layer: its attention module, our view of the prompt, what the module was given."""
     model, ids = model_and_prompt(name)
     given: dict[int, dict[str, Any]] = {}
 

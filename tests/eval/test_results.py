@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ import pytest
 
 from eval.cli import main
 from eval.dry import write_rows
-from eval.paper import save_profile
 from eval.settings import Settings
 from eval.stand_in import tiny_model
+from flexicache_hf import HeadProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 README = "# Results\n\nBy hand.\n\n" + "".join(
@@ -41,7 +42,9 @@ def sizes(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("inputs")
     np.savetxt(folder / "gates.tsv", np.random.default_rng(0).random((3, 2)), delimiter="\t")
-    save_profile(tiny_model("llama").config, [(1, 0)], folder / "profile")
+    listed = HeadProfile.from_unstable_heads(tiny_model("llama").config, [(1, 0)])
+    stability = ((0.9, 0.8), (0.1, 0.7), (0.6, 0.5))
+    replace(listed, stability=stability).save_pretrained(folder / "profile")
     write_rows("leval", TASKS[:1], folder / "leval", rows=4)
     write_rows("longbench", TASKS[1:], folder / "longbench", rows=2)
     return Sizes(
@@ -65,7 +68,8 @@ def results(sizes, tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     share_dense(out)
     for job in jobs(sizes):
-        if job.task in TASKS and (job.part, job.task) != ("main", "qasper"):
+        skipped = (("main", "qasper"), ("long", "gov_report"))
+        if job.task in TASKS and (job.part, job.task) not in skipped:
             assert main([*job.command(out, sizes)[3:], "--max-new-tokens", "8"]) == 0
     return out
 
