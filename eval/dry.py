@@ -24,7 +24,11 @@ def write_rows(suite: str, tasks: Sequence[str], folder: Path, rows: int = 1) ->
     folder.mkdir(parents=True, exist_ok=True)
     make = _leval_row if suite == "leval" else _longbench_row
     for task in tasks:
-        lines = [json.dumps(make(task, random.Random(f"{task}-{n}"))) for n in range(rows)]
+        made = [make(task, random.Random(f"{task}-{n}")) for n in range(rows)]
+        for n, row in enumerate(made):
+            if "_id" in row:
+                row["_id"] = f"dry-{task}-{n}"  # rows of one id would be one row
+        lines = [json.dumps(row) for row in made]
         (folder / f"{task}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
@@ -53,7 +57,7 @@ def _longbench_row(task: str, rng: random.Random) -> dict[str, object]:
         "dataset": task,
         "language": "en",
         "all_classes": [answer, "another class"] if METRICS[task] is None else None,
-        "_id": f"dry-{task}",
+        "_id": "",
     }
 
 

@@ -12,6 +12,7 @@ Intervals are 95 %, from a paired bootstrap over documents, pooled over tasks.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ LONG = (  # tasks whose answers are long texts
     "gov_report",
     "multi_news",
 )
+NAME = re.compile(r"(.+?)(@\d+)?(-[0-9a-f]{8})?$")  # of a result file: method, budget, options
 Row = dict[str, Any]
 
 
@@ -75,7 +77,7 @@ class Rows:
 def load(folders: Sequence[Path]) -> list[Rows]:
     found: dict[str, Rows] = {}
     for cell in collect(folders):
-        name = cell.method.partition("@")[0]
+        name = NAME.match(cell.method)[1]
         budget = None if name in BUDGET_FREE else cell.budget
         rows = found.setdefault(cell.method, Rows(name, cell.label, budget))
         rows.rows |= {(cell.group, cell.task, key): row for key, row in cell.fidelity.items()}
@@ -225,6 +227,7 @@ def plot(table: list[Row], path: Path) -> None:
         ]
         labels = [f"{row['row']} ({row['metadata %']:.1f} %)" for row in rows]
         axes.errorbar(middle, labels, xerr=spans, fmt="o", markersize=4, capsize=2, linewidth=1.2)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.axvline(1, color="0.6", linewidth=0.8)
         axes.axvline(0.6, color="0.6", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")

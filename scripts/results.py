@@ -137,7 +137,7 @@ def jobs(sizes: Sizes) -> list[Job]:
     found = []
 
     def fidelity(part: str, suite: str, task: str, methods: Sequence[str], steps: int) -> None:
-        options = ("--no-generation", "--fidelity-steps", str(steps))
+        options: tuple[str, ...] = ("--no-generation", "--fidelity-steps", str(steps))
         budgets = sizes.budgets if part == "main" else "512"
         rows = sum(1 if "@" in m or m == "dense" else budgets.count(",") + 1 for m in methods)
         cost = sizes.documents * (30 + rows * steps * 0.07)
