@@ -40,6 +40,7 @@ FIELD = (
     "dense",
     "flexicache-mask",
     "flexicache-mask(preset=paper)",
+    "flexicache-mask(digest=cuboid_mean)",
     "oracle",
     "random",
     "streaming-pages",
@@ -58,7 +59,6 @@ ABLATIONS = tuple(
     f"flexicache-mask({options})@512"
     for options in (
         "digest=minmax",
-        "digest=cuboid_mean",
         "digests_per_page=2",
         "group_reduction=softmax_sum",
         "sink_pages=0",
