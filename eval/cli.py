@@ -77,7 +77,11 @@ def _add_run(commands: Subparsers) -> None:
     add("--model", default="embedded", help="Hub id or folder; `embedded`; `stand-in:TYPE`")
     add("--suite", required=True, choices=("longbench", "leval", "ruler", "custom"))
     add("--tasks", required=True, help="names with commas; `all`; `paper`; custom: files")
-    add("--methods", required=True, help="names with commas; options: quest(last_page=free)")
+    add(
+        "--methods",
+        required=True,
+        help="names with commas; quest(last_page=ranked)@512 has options and its own budget",
+    )
     add("--budgets", default="1024", help="tokens per head, with commas")
     add("--out", required=True, metavar="DIR", help="result folder; run again to go on")
     add("--protocol", default="A", choices=("A", "B"), help="A: question prefilled; B: decoded")

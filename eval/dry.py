@@ -14,6 +14,7 @@ from eval.settings import Settings
 from eval.stand_in import tiny_model
 from eval.tasks.haystack import prose
 from flexicache_hf.default_heads import default_unstable_heads
+from flexicache_hf.heads import kv_heads
 
 SCALE = 16  # budgets of a dry run are this much smaller
 
@@ -23,7 +24,11 @@ def write_rows(suite: str, tasks: Sequence[str], folder: Path, rows: int = 1) ->
     folder.mkdir(parents=True, exist_ok=True)
     make = _leval_row if suite == "leval" else _longbench_row
     for task in tasks:
-        lines = [json.dumps(make(task, random.Random(f"{task}-{n}"))) for n in range(rows)]
+        made = [make(task, random.Random(f"{task}-{n}")) for n in range(rows)]
+        for n, row in enumerate(made):
+            if "_id" in row:
+                row["_id"] = f"dry-{task}-{n}"  # rows of one id would be one row
+        lines = [json.dumps(row) for row in made]
         (folder / f"{task}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
@@ -52,7 +57,7 @@ def _longbench_row(task: str, rng: random.Random) -> dict[str, object]:
         "dataset": task,
         "language": "en",
         "all_classes": [answer, "another class"] if METRICS[task] is None else None,
-        "_id": f"dry-{task}",
+        "_id": "",
     }
 
 
@@ -61,7 +66,7 @@ def dry_settings(model: PaperModel, settings: Settings, budgets: Sequence[int]) 
     out = Path(settings.out)
     config = tiny_model(model.stand_in).config
     layers = range(config.num_hidden_layers)
-    heads = default_unstable_heads(layers, len(layers), config.num_key_value_heads)
+    heads = default_unstable_heads(layers, len(layers), kv_heads(config))
     for task in settings.tasks:
         for budget in budgets:
             save_profile(config, heads, out / "profiles" / f"{task}-{budget}")

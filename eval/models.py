@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flexicache_hf.heads import kv_heads
+
 EMBEDDED, STAND_IN = "embedded", "stand-in:"
 
 
@@ -42,7 +44,7 @@ def identity(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": text.num_hidden_layers,
         "query_heads": text.num_attention_heads,
-        "kv_heads": text.num_key_value_heads,
+        "kv_heads": kv_heads(text),
     }
 
 

@@ -90,4 +90,7 @@ def check_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> N
 def _essence(name: str, line: dict[str, Any]) -> Any:
     """A field of a header; of a method what it does, not how it is described."""
     value = line.get(name)
-    return {k: value[k] for k in ("name", "options")} if name == "method" and value else value
+    if name == "method" and value:
+        same = {k: value[k] for k in ("name", "options")}
+        return same | {"resolved": value.get("resolved") or {}}  # older files have none
+    return value

@@ -17,6 +17,7 @@ from eval.tasks import task_names
 BUDGET_FREE = ("dense", "duoattention")  # one row, whatever the budgets
 USES_PROFILE = ("profile", "most-stable", "random")
 _SPEC = re.compile(r"\s*([\w-]+)\s*(?:\(([^)]*)\))?\s*")
+_OWN_BUDGET = re.compile(r"@(\d+)\s*$")
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,10 @@ class Settings:
         """Every method at every budget for `task`, dense first if it is among them."""
         built = []
         for spec in sorted(self.methods, key=lambda spec: spec != "dense"):
+            spec, own = own_budget(spec)
             name, options = parse_spec(spec)
-            budgets = self.budgets[:1] if name in BUDGET_FREE else self.budgets
+            budgets = self.budgets if own is None else (own,)
+            budgets = budgets[:1] if name in BUDGET_FREE else budgets
             built += [build(name, b, **self._options(name, options, task, b)) for b in budgets]
         return built
 
@@ -145,6 +148,13 @@ def split_outside_brackets(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
+def own_budget(spec: str) -> tuple[str, int | None]:
+    """A method's text without the `@512` at its end, and that budget; None if it has none of its
+    own and takes the run's."""
+    match = _OWN_BUDGET.search(spec)
+    return (spec[: match.start()], int(match[1])) if match else (spec, None)
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Name and options of `name(option=value,option=value)`.
 
@@ -154,7 +164,9 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     match = _SPEC.fullmatch(spec)
     pairs = [part.split("=", 1) for part in (match[2] or "").split(",") if part] if match else []
     if match is None or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"method is {spec!r}, expected name or name(option=value,...)")
+        raise ValueError(
+            f"method is {spec!r}, expected name, name(option=value,...) or either with @budget"
+        )
     return match[1], {key.strip(): value.strip() for key, value in pairs}
 
 
@@ -191,6 +203,7 @@ def method_record(method: Method) -> dict[str, Any]:
         "gqa": method.gqa,
         "accounting": method.accounting,
         "options": asdict(method),
+        "resolved": method.resolved(),
     }
     if profile := record["options"].get("profile"):
         record["options"]["profile"] = file_record(profile)

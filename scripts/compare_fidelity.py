@@ -12,6 +12,7 @@ Intervals are 95 %, from a paired bootstrap over documents, pooled over tasks.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from eval.methods import METHODS
 from eval.report.bootstrap import LEVELS, Estimate
 from eval.report.collect import collect
 from eval.report.tables import interval, markdown, number, write_csv
 
 RESAMPLES = 5000
 BUDGET_FREE = ("dense", "duoattention")
-TITLES = {"flexicache": "FlexiCache", "flexicache-mask": "FlexiCache (mask form)"}
+MASK_FORM = METHODS["flexicache-mask"].title
 LONG = (  # tasks whose answers are long texts
     "gov_report_summ",
     "patent_summ",
@@ -35,6 +37,7 @@ LONG = (  # tasks whose answers are long texts
     "gov_report",
     "multi_news",
 )
+NAME = re.compile(r"(.+?)(@\d+)?(-[0-9a-f]{8})?$")  # of a result file: method, budget, options
 Row = dict[str, Any]
 
 
@@ -74,7 +77,7 @@ class Rows:
 def load(folders: Sequence[Path]) -> list[Rows]:
     found: dict[str, Rows] = {}
     for cell in collect(folders):
-        name = cell.method.partition("@")[0]
+        name = NAME.match(cell.method)[1]
         budget = None if name in BUDGET_FREE else cell.budget
         rows = found.setdefault(cell.method, Rows(name, cell.label, budget))
         rows.rows |= {(cell.group, cell.task, key): row for key, row in cell.fidelity.items()}
@@ -100,9 +103,10 @@ def paired(
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     index = np.concatenate([np.arange(count)[None], drawn])
     left, right, rows = (values[index].sum(1) for values in sums)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample may have a KL of 0
         values = combine(left / rows, right / rows)
-    return Estimate(float(values[0]), *map(float, np.percentile(values[1:], LEVELS))), count
+        low, high = np.percentile(values[1:], LEVELS)
+    return Estimate(float(values[0]), float(low), float(high)), count
 
 
 def targets(every: list[Rows], method: str, tasks: Sequence[str] | None) -> list[Row]:
@@ -142,8 +146,8 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
         if rows.rows:
             kept[rows.budget].append(rows)
     for budget, group in kept.items():
-        paper = next((r for r in group if r.label.endswith("(paper)")), None)
-        standard = next((r for r in group if r.label == TITLES["flexicache-mask"]), None)
+        paper = next((r for r in group if r.label == f"{MASK_FORM} (paper)"), None)
+        standard = next((r for r in group if r.label == MASK_FORM), None)
         if paper is None or standard is None:
             continue
         for rows in group:
@@ -153,8 +157,7 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
             table.append(
                 {
                     "budget": budget,
-                    "row": rows.label.replace(TITLES["flexicache-mask"], "").strip(" ()")
-                    or "package defaults",
+                    "row": short(rows.label),
                     "documents": count,
                     **rows.accounting(),
                     "top-1": rows.mean("top1"),
@@ -166,6 +169,11 @@ def ablations(every: list[Rows], tasks: Sequence[str] | None) -> list[Row]:
             )
         table.sort(key=lambda row: (row["budget"], row["KL / paper's"].value))
     return table
+
+
+def short(label: str) -> str:
+    """A label of the mask form without its name: the settings that are not the default's."""
+    return label.removeprefix(MASK_FORM).strip(" ()").replace(") (", ", ") or "package defaults"
 
 
 def show(table: list[Row]) -> str:
@@ -219,6 +227,7 @@ def plot(table: list[Row], path: Path) -> None:
         ]
         labels = [f"{row['row']} ({row['metadata %']:.1f} %)" for row in rows]
         axes.errorbar(middle, labels, xerr=spans, fmt="o", markersize=4, capsize=2, linewidth=1.2)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.axvline(1, color="0.6", linewidth=0.8)
         axes.axvline(0.6, color="0.6", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
@@ -234,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("targets", "ablations"))
     parser.add_argument("results", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--method", default=TITLES["flexicache-mask"], help="label, for targets")
+    parser.add_argument("--method", default=MASK_FORM, help="label, for targets")
     parser.add_argument("--tasks", help="names with commas, or `long`: those with long answers")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="ablations: PNG of KL over the paper preset's")

@@ -29,3 +29,6 @@ class DelayingQueue:
         while self.waiting and self.waiting[0][0] <= ticket:
             self.waiting.pop(0)[1].run()
             self.ran_late += 1
+
+    def settle(self) -> None:
+        self.wait(self.submitted)

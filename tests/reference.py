@@ -33,7 +33,7 @@ class Reference:
     recent: int
     first_rank: str
     stagger: bool
-    cuboid: bool = False
+    digest: str = "minmax"
     softmax_sum: bool = False
     parts: int = 1
     chosen: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
@@ -52,23 +52,30 @@ class Reference:
             config.recent_pages,
             config.first_rank,
             config.stagger,
-            config.digest == "cuboid_mean",
+            config.digest,
             config.group_reduction == "softmax_sum",
             config.digests_per_page,
         )
 
     def page_score(self, queries: Tensor, keys: Tensor) -> list[float]:
-        """Per query, the best sub-page's sum_d max(q_d lower_d, q_d upper_d); keys `[P, D]`."""
+        """Per query, the score of the best sub-page; keys `[P, D]`."""
         best = [-math.inf] * len(queries)
         for block in keys.split(self.page_size // self.parts):
-            lower, upper = block.min(0).values, block.max(0).values
-            if self.cuboid:
-                centre = (lower + upper) / 2
-                radius = (block - centre).abs().mean(0)
-                lower, upper = centre - radius, centre + radius
             for i, q in enumerate(queries):
-                best[i] = max(best[i], torch.maximum(q * lower, q * upper).sum().item())
+                best[i] = max(best[i], self.block_score(q, block))
         return best
+
+    def block_score(self, q: Tensor, block: Tensor) -> float:
+        """sum_d max(q_d lower_d, q_d upper_d), or the mean product and 1.5 standard deviations."""
+        if self.digest == "mean_spread":
+            spread = (q * block.std(0, correction=0)).norm()
+            return (q @ block.mean(0) + 1.5 * spread).item()
+        lower, upper = block.min(0).values, block.max(0).values
+        if self.digest == "cuboid_mean":
+            centre = (lower + upper) / 2
+            radius = (block - centre).abs().mean(0)
+            lower, upper = centre - radius, centre + radius
+        return torch.maximum(q * lower, q * upper).sum().item()
 
     def rank(self, queries: Tensor, keys: Tensor, scaling: float) -> list[int]:
         """K pages for `queries` `[G, D]` and the tokens `[T, D]` so far; the newest is the last."""

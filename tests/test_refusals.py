@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import get_args
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from flexicache_hf import (
     HostMemoryError,
     InterruptedForward,
 )
+from flexicache_hf.config import Digest, GroupReduction
 
 PAIRS = [(0, 0), (1, 1)]
 
@@ -40,7 +42,7 @@ PAIRS = [(0, 0), (1, 1)]
         ("token_budget", 1000, "multiple of page_size .16.; try 992"),
         ("rerank_interval", 0, "rerank_interval is 0"),
         ("digests_per_page", 3, "expected a divisor of page_size"),
-        ("digest", "mean", "digest is 'mean', expected one of minmax, cuboid_mean"),
+        ("digest", "mean", "digest is 'mean', expected one of minmax, cuboid_mean, mean_spread"),
         ("group_reduction", "min", "expected one of max, softmax_sum"),
         ("first_rank", "never", "expected one of prefill, decode"),
         ("sink_pages", -1, "sink_pages is -1"),
@@ -201,11 +203,12 @@ def test_mask_that_hides_a_stored_token_is_obeyed():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("digest", ["minmax", "cuboid_mean"])
-def test_keys_that_are_not_numbers_behave_as_in_dense_attention(value, digest):
+@pytest.mark.parametrize("reduction", get_args(GroupReduction))
+@pytest.mark.parametrize("digest", get_args(Digest))
+def test_keys_that_are_not_numbers_behave_as_in_dense_attention(value, digest, reduction):
     """One bad token far back: its page must be selected, so that the output is as bad as dense."""
     model = tiny_llama()
-    config = FlexiCacheConfig(token_budget=64, digest=digest)
+    config = FlexiCacheConfig(token_budget=64, digest=digest, group_reduction=reduction)
     cache, dense = flexicache(model, *PAIRS, config=config), DynamicCache(config=model.config)
     ids = random_ids(1, 300)
 

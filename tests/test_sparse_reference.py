@@ -31,6 +31,9 @@ CONFIGS = {
     "default": FlexiCacheConfig(token_budget=32, page_size=4, rerank_interval=4),
     "no re-rank": FlexiCacheConfig.paper(token_budget=32, page_size=4, rerank_interval=None),
     "one page": FlexiCacheConfig(token_budget=8, page_size=8, rerank_interval=3),
+    "boxes": FlexiCacheConfig(
+        token_budget=32, page_size=4, rerank_interval=4, digest="cuboid_mean"
+    ),
     "two digests, softmax": FlexiCacheConfig(
         token_budget=32,
         page_size=8,
@@ -92,7 +95,7 @@ def test_any_configuration_equals_reference(data):
         page_size=page,
         token_budget=page * draw(st.integers(1, 9), label="pages"),
         rerank_interval=draw(st.sampled_from([None, 1, 3, 7, 16]), label="interval"),
-        digest=draw(st.sampled_from(["minmax", "cuboid_mean"])),
+        digest=draw(st.sampled_from(["minmax", "cuboid_mean", "mean_spread"])),
         digests_per_page=draw(st.sampled_from([1, page])),
         group_reduction=draw(st.sampled_from(["max", "softmax_sum"])),
         sink_pages=draw(st.integers(0, 3), label="sink"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from delaying_queue import DelayingQueue
 from helpers import decode, flexicache, forward, left_padding, random_ids, tiny_llama
 
 from flexicache_hf import FlexiCacheConfig
+from flexicache_hf.host import HostPages
 from flexicache_hf.transfer import BlockCopy, PageCopy, SyncQueue
 
 SMALL = {"token_budget": 32, "page_size": 4, "rerank_interval": 3}
@@ -88,3 +91,21 @@ def test_block_copy_takes_any_layout():
     target = torch.zeros(3, 2, 4)
     SyncQueue().submit(BlockCopy(target, source))
     assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_host_pages_are_on_the_host_whatever_the_default_device(default):
+    """`torch.set_default_device("cuda")` must not move the second tier; "meta" stands in for it."""
+    pages = HostPages(2, 4, 3, 3, torch.float32, pinned=False, allowance=None)
+    keys = torch.arange(3 * 2 * 4 * 3.0).view(3, 2, 4, 3)
+    slots = torch.zeros(2, 4 * 3)
+    ids, heads, rows = torch.tensor([2, 0]), torch.tensor([1, 0]), torch.tensor([0, 1])
+    with torch.device(default):
+        pages.reserve(40)
+        pages.reserve(60)
+        pages = copy.deepcopy(pages)
+        for job in pages.write_blocks([39, 40, 41], keys, keys):
+            job.run()
+        for job in pages.read_pages(39 + ids, heads, rows, slots, slots.clone()):
+            job.run()
+    assert torch.equal(slots, torch.stack([keys[2, 1].flatten(), keys[0, 0].flatten()]))

@@ -15,6 +15,7 @@ from .flexicache import FlexiCache
 from .flexicache_mask import FlexiCacheMask
 from .h2o import H2O
 from .infinigen import InfiniGen
+from .infllm import InfLLM
 from .ledger import Tokens
 from .lserve import LServe
 from .quest import Quest
@@ -43,6 +44,7 @@ METHODS: dict[str, type[Method]] = {
         TOVA,
         InfiniGen,
         ShadowKV,
+        InfLLM,
         Scissorhands,
     )
 }

@@ -79,6 +79,11 @@ class Method:
         """What a reader of a table must know about these options, in words."""
         return []
 
+    def resolved(self) -> dict[str, Any]:
+        """What the options come to where they leave something to a default of the package, which
+        may be another in a later version."""
+        return {}
+
     @property
     def label(self) -> str:
         """The method's name in tables."""
@@ -142,6 +147,15 @@ class MaskSession(Session):
     _newest: MaskCache | None = None
 
     def _enter(self, stack: ExitStack) -> None:
+        shared = getattr(
+            self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", None
+        )
+        if shared:
+            raise ValueError(
+                f"the last {shared} layers of {type(self.model).__name__} read the keys of earlier "
+                "layers, but a method in mask form has one state for each layer's own keys: run "
+                "dense (without a method) and `flexicache`, which know shared keys"
+            )
         selector = self.method.selector(self.model)
         stack.callback(setattr, self, "_selector", None)
         for handle in selector.hooks(self.model):

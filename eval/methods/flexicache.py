@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
+from flexicache_hf.heads import kv_heads
 from flexicache_hf.layer import FlexiCacheLayer
 
 from .base import Method, Session
@@ -75,6 +76,9 @@ class FlexiCacheMethod(Method):
             **given,
         )
 
+    def resolved(self) -> dict[str, Any]:
+        return asdict(self.config)
+
     def notes(self) -> list[str]:
         notes = [] if self.preset == "default" else [self.preset]
         if self.unstable != "profile":
@@ -131,7 +135,8 @@ class FlexiCacheSession(Session):
             raise RuntimeError("tokens() before new_cache(): there is nothing to account for")
         page, pages = self.method.page_size, self.method.config.pages
         tiered = [i for i, layer in enumerate(cache.layers) if isinstance(layer, FlexiCacheLayer)]
-        heads = len(tiered) * cache.profile.num_kv_heads
+        text = self.model.config.get_text_config(decoder=True)
+        heads = sum(kv_heads(text, index) for index in tiered)
         unstable = sum(len(cache.profile.unstable_in(index)) for index in tiered)
         steps = cache.stats().steps
         length = cache.get_seq_length() - sum(step.tokens for step in steps)

@@ -23,7 +23,7 @@ from .views import Prompt, Step
 
 @dataclass(frozen=True)
 class FlexiCacheMask(FlexiCacheMethod):
-    """Every head attends K pages by the bound of its pages' digests. Unstable heads choose at every
+    """Every head attends K pages by the scores of their digests. Unstable heads choose at every
     step. Stable heads choose at s = 1 and when s (s + layer, staggered) is a multiple of the
     interval; that step still attends the old set, and pages opened since the last choice come on
     top of K. The first working set is the first step's own, or the last prompt query's.
@@ -56,7 +56,7 @@ class FlexiCacheState:
 @dataclass(frozen=True)
 class FlexiCacheSelector(Selector):
     config: FlexiCacheConfig
-    unstable: Tensor  # bool [L, H_kv]
+    unstable: Tensor  # bool [L, H_kv], H_kv of the layer that has most
 
     def begin(self, prompt: Prompt) -> FlexiCacheState:
         config = self.config
@@ -76,7 +76,7 @@ class FlexiCacheSelector(Selector):
     def select(self, step: Step, state: FlexiCacheState) -> Tensor:
         page = self.config.page_size
         pages = count_pages(step.length, page)
-        unstable = self.unstable[step.layer].to(step.keys.device)
+        unstable = self.unstable[step.layer, : len(step.keys)].to(step.keys.device)
         ranks = self.ranks(step.index, step.layer)
         state.digest.update(step.keys)
         state.promoted = 0
@@ -108,7 +108,7 @@ class FlexiCacheSelector(Selector):
         return top_pages(scores, config.pages, forced)
 
     def footprint(self, step: Step, state: FlexiCacheState, mask: Tensor) -> Footprint:
-        unstable = self.unstable[step.layer].to(mask.device)
+        unstable = self.unstable[step.layer, : len(step.keys)].to(mask.device)
         resident = torch.where(unstable, step.length, mask.sum(-1)).float().mean()
         moved = state.promoted / len(unstable)
         digests = step.length // self.config.page_size * self.config.digests_per_page

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .base import Method, Selector
 from .ledger import Footprint
 from .tova import Alive
-from .views import Prompt, Step, at_least_float32
+from .views import Prompt, Step
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,7 @@ class H2OSelector(Selector):
     method: H2O
 
     def begin(self, prompt: Prompt) -> Heavy:
-        received = at_least_float32(torch.zeros_like(prompt.keys[..., 0]))
-        for start, stop in prompt.chunks():
-            columns = prompt.weights(start, stop).sum(1)
-            received[:, :stop] += prompt.per_group(columns).sum(1)
+        received = prompt.received.clone()  # a recorded prompt serves several caches
         state = Heavy(torch.ones_like(received, dtype=torch.bool), received)
         state.drop(self.method.budget, self.method.recent)
         return state

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexicache_hf.heads import kv_heads
+
 TABLES = Path(__file__).parent / "tables"
 PROXIES = ("proxy-decay", "proxy-error")
 
@@ -25,6 +27,11 @@ def load_gates(gates: str, config: Any) -> np.ndarray:
         ValueError: there is no such table, or it is not of this model's shape.
     """
     text = config.get_text_config(decoder=True)
+    if text.is_heterogeneous:
+        raise ValueError(
+            f"the layers of this {text.model_type} differ in their KV heads, and a table of gates "
+            "has as many columns for each: choose a method without gates"
+        )
     path = Path(gates)
     if gates in PROXIES:
         path = TABLES / f"{model_slug(config)}.{gates}.tsv"
@@ -35,7 +42,7 @@ def load_gates(gates: str, config: Any) -> np.ndarray:
             "path of a table, or make one with `python -m eval.methods.proxies`"
         )
     table = np.loadtxt(path, delimiter="\t", ndmin=2)
-    shape = (text.num_hidden_layers, text.num_key_value_heads)
+    shape = (text.num_hidden_layers, kv_heads(text))
     if table.shape != shape:
         raise ValueError(
             f"{path} has {table.shape[0]} layers of {table.shape[1]} heads, but the model has "

@@ -15,42 +15,50 @@ class Digest:
     """Two vectors per page that stand for its keys.
 
     minmax: the bounding box (Quest, FlexiCache). cuboid_mean: the box's centre minus and plus the
-    mean absolute deviation from it (ArkVale), the same size but no longer a bound. Every page is
-    digested once, when it fills.
+    mean absolute deviation from it (ArkVale), the same size but no longer a bound. mean_spread:
+    mean and standard deviation. Every page is digested once, when it fills.
     """
 
     def __init__(self, page: int, kind: DigestKind = "minmax") -> None:
         self.page, self.kind = page, kind
-        self._low, self._high = Growing(), Growing()
+        self._first, self._second = Growing(), Growing()
 
     @property
     def pages(self) -> int:
         """Full pages digested so far."""
-        return self._low.length
+        return self._first.length
 
     def update(self, keys: Tensor) -> None:
         """Digest the pages of `keys` `[H, T, D]` that filled since the last call."""
         start, stop = self.pages * self.page, keys.shape[1] // self.page * self.page
         if stop > start:
-            low, high = digest(keys[:, start:stop].unflatten(1, (-1, self.page)), self.kind)
-            self._low.append(low)
-            self._high.append(high)
+            first, second = digest(keys[:, start:stop].unflatten(1, (-1, self.page)), self.kind)
+            self._first.append(first)
+            self._second.append(second)
 
     def scores(self, query: Tensor, keys: Tensor | None = None) -> Tensor:
         """`[H, g, N]` of queries `[H, g, D]` against the full pages; with `keys`
         `[H, T, D]` also against the part of the last page that is filled."""
         if self.pages:
-            scores = box_scores(query, self._low.view, self._high.view)
+            scores = self._score(query, self._first.view, self._second.view)
         else:
             scores = at_least_float32(query.new_empty(*query.shape[:2], 0))
         if keys is not None and keys.shape[1] > self.pages * self.page:
-            low, high = digest(keys[:, None, self.pages * self.page :], self.kind)
-            scores = torch.cat([scores, box_scores(query, low, high)], -1)
+            first, second = digest(keys[:, None, self.pages * self.page :], self.kind)
+            scores = torch.cat([scores, self._score(query, first, second)], -1)
         return scores
+
+    def _score(self, query: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        rule = spread_scores if self.kind == "mean_spread" else box_scores
+        return rule(query, first, second)
 
 
 def digest(keys: Tensor, kind: DigestKind) -> tuple[Tensor, Tensor]:
     """`[H, N, P, D]` -> two of `[H, N, D]`."""
+    if kind == "mean_spread":
+        exact = at_least_float32(keys)
+        mean, deviation = exact.mean(2), exact.std(2, correction=0)
+        return mean.to(keys.dtype), deviation.to(keys.dtype)
     low, high = keys.amin(2), keys.amax(2)
     if kind == "minmax":
         return low, high
@@ -68,6 +76,14 @@ def box_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     q, low, high = (at_least_float32(tensor) for tensor in (query, low, high))
     upper, lower = high.transpose(1, 2), low.transpose(1, 2)
     return q.clamp(min=0) @ upper + q.clamp(max=0) @ lower
+
+
+def spread_scores(query: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """The mean product of a page's keys with the query and 1.5 standard deviations, the dimensions
+    taken as independent: `[H, g, D]`, `[H, N, D]` -> `[H, g, N]`."""
+    q, mean, deviation = (at_least_float32(tensor) for tensor in (query, mean, deviation))
+    variance = q.square() @ deviation.square().transpose(1, 2)
+    return q @ mean.transpose(1, 2) + 1.5 * variance.sqrt()
 
 
 def top_pages(scores: Tensor, count: int, forced: Tensor | None = None) -> Tensor:

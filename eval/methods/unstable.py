@@ -8,6 +8,7 @@ import numpy as np
 
 from flexicache_hf import HeadProfile
 from flexicache_hf.default_heads import default_unstable_heads
+from flexicache_hf.heads import kv_heads
 
 Choice = Literal["profile", "none", "all", "random", "most-stable", "rule"]
 CHOICES = ("profile", "none", "all", "random", "most-stable", "rule")
@@ -26,14 +27,15 @@ def choose_unstable(
         ValueError: the choice needs a profile, or something in it, that is not there.
     """
     text = model.config.get_text_config(decoder=True)
-    layers, heads = text.num_hidden_layers, text.num_key_value_heads
-    every = [(layer, head) for layer in range(layers) for head in range(heads)]
+    layers = text.num_hidden_layers
+    every = [(layer, head) for layer in range(layers) for head in range(kv_heads(text, layer))]
     if choice == "none":
         pairs = []
     elif choice == "all":
         pairs = every
     elif choice == "rule":
-        pairs = default_unstable_heads(range(layers), layers, heads, fraction)
+        pairs = default_unstable_heads(range(layers), layers, kv_heads(text), fraction)
+        pairs = [pair for pair in pairs if pair in every]  # layers with fewer heads than most
     else:
         found = _find(model, profile)
         if choice == "random":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class _Row:
         """`[H_q, ...]` -> `[H_kv, g, ...]`."""
         return per_query_head.unflatten(0, (self.keys.shape[0], self.groups))
 
-    def _logits(self, query: Tensor, keys: Tensor) -> Tensor:
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
         """`[H_q, n, D]`, `[H_kv, T, D]` -> `[H_q, n, T]`, scaled and soft-capped."""
         grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
         logits = at_least_float32(grouped @ keys.transpose(1, 2)) * self.scaling
@@ -47,7 +48,7 @@ class _Row:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits.view(query.shape[0], query.shape[1], -1)
 
-    def _softmax(self, logits: Tensor) -> Tensor:
+    def softmax(self, logits: Tensor) -> Tensor:
         if self.sinks is None:
             return torch.softmax(logits, -1)
         sinks = self.sinks.to(logits.dtype).view(-1, *[1] * (logits.dim() - 1))
@@ -63,12 +64,21 @@ class Prompt(_Row):
         """Causal attention weights of the prompt's queries `start..stop`, `[H_q, n, stop]`, also
         restricted to the positions of `visible` `[n, stop]`."""
         stop = self.length if stop is None else stop
-        logits = self._logits(self.query[:, start:stop], self.keys[:, :stop])
+        logits = self.scores(self.query[:, start:stop], self.keys[:, :stop])
         rows = torch.arange(start, stop, device=logits.device)
         hidden = torch.arange(stop, device=logits.device) > rows[:, None]
         if visible is not None:
             hidden |= ~visible
-        return self._softmax(logits.masked_fill(hidden, -torch.inf))
+        return self.softmax(logits.masked_fill(hidden, -torch.inf))
+
+    @cached_property
+    def received(self) -> Tensor:
+        """Attention that each position received from the whole prompt, summed over the queries of
+        a group, at least float32 `[H_kv, T]`. Quadratic in T, and the same for every budget."""
+        received = at_least_float32(torch.zeros_like(self.keys[..., 0]))
+        for start, stop in self.chunks():
+            received[:, :stop] += self.per_group(self.weights(start, stop).sum(1)).sum(1)
+        return received
 
     def chunks(self, size: int = 256) -> Iterator[tuple[int, int]]:
         for start in range(0, self.length, size):
@@ -90,14 +100,14 @@ class Step(_Row):
     def logits(self) -> Tensor:
         """`[H_q, T]` of all positions, computed once."""
         if self._cached is None:
-            self._cached = self._logits(self.query[:, None], self.keys)[:, 0]
+            self._cached = self.scores(self.query[:, None], self.keys)[:, 0]
         return self._cached
 
     def weights(self, mask: Tensor | None = None) -> Tensor:
         """Softmax over the positions of `mask` (`[H_kv, T]` or `[H_q, T]`), `[H_q, T]`."""
         if mask is None:
-            return self._softmax(self.logits)
-        return self._softmax(self.logits.masked_fill(~self.expand(mask), -torch.inf))
+            return self.softmax(self.logits)
+        return self.softmax(self.logits.masked_fill(~self.expand(mask), -torch.inf))
 
     def output(self, weights: Tensor) -> Tensor:
         """`[H_q, T]` weights -> `[H_q, Dv]`."""

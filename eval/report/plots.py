@@ -65,12 +65,15 @@ def _plot(
         xs, values = zip(*((x, estimate.value) for x, estimate in points))
         below = [max(0.0, e.value - e.low) for _, e in points]
         above = [max(0.0, e.high - e.value) for _, e in points]
-        line = axes.errorbar(xs, values, [below, above], label=label, capsize=2, linewidth=1.2)
+        width = 2.2 if label.startswith("FlexiCache") else 1.2
+        line = axes.errorbar(xs, values, [below, above], label=label, capsize=2, linewidth=width)
         line[0].set(marker=MARKERS[index % len(MARKERS)], markersize=4)
     axes.set_xscale("log", base=2)
     ticks = sorted({x for points in lines.values() for x, _ in points})
     if x_title.startswith("budget"):
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    else:
+        axes.xaxis.set_major_formatter("{x:g}")
     if "KL" in y_title:
         axes.set_yscale("log")
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Digest = Literal["minmax", "cuboid_mean"]
+Digest = Literal["minmax", "cuboid_mean", "mean_spread"]
 GroupReduction = Literal["max", "softmax_sum"]
 FirstRank = Literal["prefill", "decode"]
 
@@ -19,9 +19,9 @@ class FlexiCacheConfig:
         page_size: tokens per page (paper: 16).
         rerank_interval: decode steps between two rankings of a stable head (paper: 16). None ranks
             at the first decode step only (the paper's "no re-rank" ablation).
-        digest: what summarises a page for ranking: element-wise `minmax` (paper, section 3), or
-            `cuboid_mean` (ArkVale): box centre minus/plus the mean absolute deviation from it. Of
-            equal size; the latter is no bound, but loses about 30 % less (docs/results).
+        digest: what summarises a page for ranking, two vectors each: element-wise `minmax` (paper,
+            section 3); `cuboid_mean` (ArkVale): box centre minus/plus the mean absolute deviation
+            from it; `mean_spread`: mean and variance. Only the first is a bound.
         digests_per_page: sub-pages summarised apart; a page scores as its best sub-page. More rank
             better and cost proportionally more metadata. Must divide `page_size`.
         group_reduction: how the scores of the query heads that share a KV head become one: `max` of
@@ -44,7 +44,7 @@ class FlexiCacheConfig:
     token_budget: int = 1024
     page_size: int = 16
     rerank_interval: int | None = 16
-    digest: Digest = "cuboid_mean"
+    digest: Digest = "mean_spread"
     digests_per_page: int = 1
     group_reduction: GroupReduction = "max"
     sink_pages: int = 1
@@ -77,7 +77,7 @@ class FlexiCacheConfig:
         _at_least(self, "auto_windows", 1)
         if self.host_memory_limit is not None:
             _at_least(self, "host_memory_limit", 0, "bytes, or None for no limit")
-        _one_of(self, "digest", ("minmax", "cuboid_mean"))
+        _one_of(self, "digest", ("minmax", "cuboid_mean", "mean_spread"))
         _one_of(self, "group_reduction", ("max", "softmax_sum"))
         _one_of(self, "first_rank", ("prefill", "decode"))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,8 +110,17 @@ class HostPages:
             size = max(missing, min(size, self.allowance - self.capacity))
         for pool, dim in ((self.keys, self.key_dim), (self.values, self.value_dim)):
             shape = (size, self.heads, self.page_size, dim)
-            pool.append(torch.empty(shape, dtype=self.dtype, pin_memory=self.pinned))
+            pool.append(self._new(shape))
         self.starts.append(self.capacity + size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostPages:
+        """Pinned like the original, which a copied tensor is not; nothing may be in flight."""
+        copied = replace(self, keys=[], values=[], starts=list(self.starts))
+        for mine, theirs in ((copied.keys, self.keys), (copied.values, self.values)):
+            for chunk in theirs:
+                again = self._new(chunk.shape).copy_(chunk) if self.pinned else None
+                mine.append(deepcopy(chunk, memo) if again is None else again)
+        return copied
 
     def clear(self) -> None:
         self.keys.clear()
@@ -138,7 +149,8 @@ class HostPages:
             slots: `[n]` on the device: row of `keys` and `values` to fill.
             keys, values: `[slots, P * D]` on the device.
         """
-        chunks = torch.bucketize(ids, torch.tensor(self.starts[1:]), right=True)
+        ends = torch.tensor(self.starts[1:], device="cpu")
+        chunks = torch.bucketize(ids, ends, right=True)
         for chunk in chunks.unique().tolist():
             picked = chunks == chunk if len(self.keys) > 1 else slice(None)
             rows = (ids[picked] - self.starts[chunk]) * self.heads + heads[picked]
@@ -156,6 +168,10 @@ class HostPages:
                 mine[chunk][target - self.starts[chunk]] = theirs[from_chunk][
                     source - other.starts[from_chunk]
                 ]
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        # the device is named because torch.set_default_device("cuda") means other tensors
+        return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self.pinned)
 
     def _runs(self, ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """`(first, count, chunk, offset)`: ids[first:first + count] are consecutive in a chunk."""

@@ -152,7 +152,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
             ignored: keyword arguments that it takes no notice of.
         """
         self.base, self.ignored = base, ignored
-        if module is not None:
+        if module is not None and self.module() is not module:
             self.module = weakref.ref(module)
         if self.pending is None:  # a layer that shares this one's keys and values
             return self._attend_shared(module, query, mask, base, **kwargs)
@@ -183,7 +183,8 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
 
     def check_unchanged(self, keys: Tensor, values: Tensor) -> None:
         """Raises unless the attention function got the very tensors that update() returned."""
-        if all(getattr(tensor, "_flexi_layer", None) is self for tensor in (keys, values)):
+        marks = getattr(keys, "_flexi_layer", None), getattr(values, "_flexi_layer", None)
+        if marks[0] is self and marks[1] is self:
             return
         self.pending = self.unanswered
         raise AttentionNotLinked(
@@ -393,16 +394,11 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
                     )
                 ranks = self.config_heads // len(held)
                 self.shared.budget.share = (held.start // len(held), ranks)
-        name = self.shared.implementation()
-        used = self.columns or self.pending is not None
-        if used and (name is None or not name.startswith("flexicache")):
-            raise AttentionNotLinked(
-                f"the model's attention implementation is {name!r}, expected 'flexicache': it was "
-                "changed after this cache was made, and a decode step would miss pages. Nothing is "
-                "lost: call model.set_attn_implementation('flexicache') (or 'flexicache_eager' for "
-                "models without sdpa) and go on."
-            )
-        if self.torn or (self.pending is not None and self.linked):
+        if self.ordinal == 0 and (self.columns or self.pending is not None):
+            self._check_implementation()
+        table = self.shared.table
+        between = self.ordinal == 0 and table.progress[0] != table.forwards  # stored, but not left
+        if self.torn or between or (self.pending is not None and self.linked):
             raise InterruptedForward(
                 f"layer {self.index}: the last forward stopped inside this layer. "
                 + (
@@ -424,6 +420,16 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
                 f"batch size is {keys.shape[0]}, but this cache holds {rows} rows. Use a new "
                 "cache, cache.reset(), or change its rows with cache.batch_select_indices() / "
                 "cache.batch_repeat_interleave()."
+            )
+
+    def _check_implementation(self) -> None:
+        name = self.shared.implementation()
+        if name is None or not name.startswith("flexicache"):
+            raise AttentionNotLinked(
+                f"the model's attention implementation is {name!r}, expected 'flexicache': it was "
+                "changed after this cache was made, and a decode step would miss pages. Nothing is "
+                "lost: call model.set_attn_implementation('flexicache') (or 'flexicache_eager' for "
+                "models without sdpa) and go on."
             )
 
 

@@ -53,14 +53,17 @@ class StableHeads:
             keys, values, config.pages, config.page_size, config.pages + tail
         )
         self.digests = keys.new_zeros(0, len(heads), config.digests_per_page, 2 * keys.shape[-1])
+        self.reserved = 0  # page ids that digests and host have room for
         self.unranked: set[int] = set()
         self.offload: object = None  # tickets of the last copy to the host, and from it
         self.promotion: object = None
 
     def reserve(self) -> None:
         """Hold every page id of the table."""
-        self.digests = grown(self.digests, 0, self.table.capacity)
-        self.host.reserve(self.table.capacity)
+        if self.reserved < self.table.capacity:
+            self.digests = grown(self.digests, 0, self.table.capacity)
+            self.host.reserve(self.table.capacity)
+            self.reserved = self.table.capacity
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class StableHeads:
         self._wait_promotion()  # slots may move when they grow
         self.working_set.append(step, keys, values)
         written = 0
-        for row, page in step.filled():
+        for row, page in step.filled:
             newest = step.pages[row] - 1
             page_keys, page_values = self.working_set.page_tokens(row, page, newest)
             written += self.store_row(row, page, page_keys, page_values)
@@ -223,7 +226,13 @@ class StableHeads:
         digests = gather_digests(self.digests, pool_rows(ids, len(self.heads)))
         config = self.config
         scores = page_scores(
-            queries, digests, settled, config.digests_per_page, config.group_reduction, scaling
+            queries,
+            digests,
+            settled,
+            config.digests_per_page,
+            config.group_reduction,
+            scaling,
+            config.digest,
         )
         return select_pages(scores, settled, config)
 

@@ -44,6 +44,7 @@ class Step:
         settled: pages per row before the first one that holds a new token.
         padding_told: the forward's mask tells which columns are padding, or there are none.
         uniform: one token is new and all rows are equally long, so that no masks are needed.
+        filled: `(row, page)` of every page that became full in this step.
     """
 
     columns: int
@@ -58,6 +59,7 @@ class Step:
     pages: tuple[int, ...] = field(init=False)
     settled: tuple[int, ...] = field(init=False)
     uniform: bool = field(init=False)
+    filled: tuple[tuple[int, int], ...] = field(init=False)
     _cached: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,14 +67,18 @@ class Step:
         pages = tuple(-(-length // size) for length in self.lengths)
         settled = tuple(start // size for start in self.start)
         uniform = self.columns == 1 and min(self.lengths) == max(self.lengths)
-        for name, value in (("pages", pages), ("settled", settled), ("uniform", uniform)):
+        filled = tuple(
+            (row, page)
+            for row, (before, length) in enumerate(zip(settled, self.lengths, strict=True))
+            for page in range(before, length // size)
+        )
+        for name, value in (
+            ("pages", pages),
+            ("settled", settled),
+            ("uniform", uniform),
+            ("filled", filled),
+        ):
             object.__setattr__(self, name, value)
-
-    def filled(self) -> Iterator[tuple[int, int]]:
-        """`(row, page)` of every page that became full in this step."""
-        for row, (start, length) in enumerate(zip(self.start, self.lengths, strict=True)):
-            for page in range(start // self.page_size, length // self.page_size):
-                yield row, page
 
     def new_positions(self, device: torch.device) -> Tensor:
         """`[B, q]` token positions within the row; only for steps without padding."""

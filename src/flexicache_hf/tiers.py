@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,22 +28,41 @@ class HeadGroup:
 
     heads: Tensor
     index: slice | Tensor
+    count: int
 
     @classmethod
     def of(cls, heads: list[int], device: torch.device) -> HeadGroup:
         tensor = torch.tensor(heads, dtype=torch.long, device=device)
-        if heads and heads == list(range(heads[0], heads[-1] + 1)):
-            return cls(tensor, slice(heads[0], heads[-1] + 1))
-        return cls(tensor, tensor)
+        if heads:
+            stride = heads[1] - heads[0] if len(heads) > 1 else 1
+            if heads == list(range(heads[0], heads[-1] + 1, stride)):
+                return cls(tensor, slice(heads[0], heads[-1] + 1, stride), len(heads))
+        return cls(tensor, tensor, len(heads))
 
     def __len__(self) -> int:
-        return len(self.heads)
+        return self.count
 
     def of_batch(self, tensor: Tensor) -> Tensor:
         """These heads out of `[B, H_kv, ...]`."""
         if isinstance(self.index, slice):
             return tensor[:, self.index]
         return tensor.index_select(1, self.index)
+
+
+class Changing:
+    """`with` block that leaves `tiers.torn` True if an exception ends it."""
+
+    __slots__ = ("tiers",)
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+
+    def __enter__(self) -> None:
+        self.tiers.torn = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.tiers.torn = False
 
 
 class Tiers:
@@ -245,12 +263,9 @@ class Tiers:
                     target[row][heads, where] = part
         return full[0], full[1]
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> Changing:
         """An exception in here leaves the layer half changed; it then refuses to go on."""
-        self.torn = True
-        yield
-        self.torn = False
+        return Changing(self)
 
     def kind(self) -> tuple[object, ...]:
         """Heads, dimensions and dtype: layers of two caches can share rows only if they agree."""

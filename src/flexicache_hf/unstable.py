@@ -42,6 +42,8 @@ class UnstableHeads:
 
     def reserve(self) -> None:
         """Hold every page id of the table."""
+        if self.digests.shape[0] >= self.table.capacity:
+            return
         self.keys = grown(self.keys, 0, self.table.capacity)
         self.values = grown(self.values, 0, self.table.capacity)
         self.digests = grown(self.digests, 0, self.table.capacity)
@@ -67,22 +69,13 @@ class UnstableHeads:
 
     def append(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Store the new tokens `[B, H_u, q, D]` of a decode step."""
-        size, device = self.config.page_size, keys.device
-        if step.uniform and len(keys) == 1:
-            page, offset = self.table.pages[0][-1], (step.lengths[0] - 1) % size
-            self.keys[page, :, offset] = keys[0, :, 0]
-            self.values[page, :, offset] = values[0, :, 0]
-        else:
-            positions = step.new_positions(device)  # [B, q]
-            ids = step.once(
-                ("ids", device), lambda: self.table.ids(device).gather(1, positions // size)
-            )
-            offsets = step.once(("offsets", device), lambda: positions % size)
-            self.keys[ids, :, offsets] = keys.transpose(1, 2)
-            self.values[ids, :, offsets] = values.transpose(1, 2)
-        filled = [self.table.pages[row][number] for row, number in step.filled()]
-        if filled:
-            chosen = torch.tensor(filled, device=keys.device)
+        device = keys.device
+        where = step.once(("tokens", device, self.keys.shape[1]), lambda: self._new_tokens(step))
+        for pool, new in ((self.keys, keys), (self.values, values)):
+            pool.view(-1, pool.shape[-1]).index_copy_(0, where, new.reshape(-1, new.shape[-1]))
+        if step.filled:
+            filled = [self.table.pages[row][number] for row, number in step.filled]
+            chosen = torch.tensor(filled, device=device)
             self.digests[chosen] = self._digest(self.keys[chosen])
 
     def select(self, queries: Tensor, step: Step, scaling: float) -> Tensor:
@@ -95,7 +88,7 @@ class UnstableHeads:
             `[B, H_u, n]` page numbers, -1 for holes: the selection, then the newest pages.
         """
         settled = step.settled
-        tail = step.newest_pages(queries.device)[:, None].expand(-1, len(self.heads), -1)
+        tail = step.newest_pages(queries.device)[:, None].expand(-1, self.keys.shape[1], -1)
         if not max(settled) or self.config.pages == 1:
             return tail
         scores = page_scores(
@@ -105,22 +98,24 @@ class UnstableHeads:
             self.config.digests_per_page,
             self.config.group_reduction,
             scaling,
+            self.config.digest,
         )
         if self.observer is not None:
             self.observer(scores.clone(), step)
         return torch.cat([select_pages(scores, settled, self.config), tail], -1)
 
-    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, pages: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H_u, n * P, D]` of page numbers `[B, H_u, n]`."""
-        heads = len(self.heads)
+        heads = self.keys.shape[1]
         if (run := self.table.only_run()) is not None:
             ids = pages + run.start if run.start else pages
         else:
             ids = self.table.ids(pages.device)[:, None].expand(-1, heads, -1)
             ids = ids.gather(2, pages.clamp(min=0))
-        rows = (ids * heads + self._head_offsets() if heads > 1 else ids).flatten()
+        rows = (ids * heads + self._head_offsets(step) if heads > 1 else ids).flatten()
         shape = (*pages.shape[:2], pages.shape[2] * self.config.page_size, -1)
-        keys, values = (pool.flatten(0, 1).flatten(1) for pool in (self.keys, self.values))
+        lines = self.keys.shape[0] * heads, -1  # a page of a head per line
+        keys, values = (pool.view(lines) for pool in (self.keys, self.values))
         return keys.index_select(0, rows).view(shape), values.index_select(0, rows).view(shape)
 
     def attended(
@@ -128,7 +123,7 @@ class UnstableHeads:
     ) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What a decode step attends to: keys, values `[B, H_u, T, D]`, mask, pages per head."""
         pages = self.select(queries, step, scaling)
-        keys, values = self.gather(pages)
+        keys, values = self.gather(pages, step)
         count = pages.shape[-1]
         if step.uniform:
             used = (count - 1) * self.config.page_size + _newest_fill(step)
@@ -165,11 +160,19 @@ class UnstableHeads:
     def digest_bytes(self) -> int:
         return nbytes(self.digests)
 
+    def _new_tokens(self, step: Step) -> Tensor:
+        """`[B * H_u * q]` tokens of a pool `[capacity * H_u * P, D]` that are new."""
+        size, device = self.config.page_size, self.keys.device
+        positions = step.new_positions(device)  # [B, q]
+        ids = self.table.ids(device).gather(1, positions // size)
+        lines = ids[:, None] * self.keys.shape[1] + self._head_offsets(step)  # [B, H_u, q]
+        return (lines * size + (positions % size)[:, None]).flatten()
+
     def _digest(self, keys: Tensor) -> Tensor:
         return page_digests(keys, self.config.digest, self.config.digests_per_page)
 
     def _row_digests(self, step: Step, pages: int) -> Tensor:
-        device, heads = self.keys.device, len(self.heads)
+        device, heads = self.keys.device, self.keys.shape[1]
         if (run := self.table.only_run()) is not None:
             pages_in_run = self.digests[run.start : run.start + pages]  # [N, H_u, R, 2D]
             return pages_in_run.transpose(0, 1).flatten(1, 2)[None]
@@ -179,8 +182,11 @@ class UnstableHeads:
         )
         return gather_digests(self.digests, rows)
 
-    def _head_offsets(self) -> Tensor:
-        return torch.arange(len(self.heads), device=self.keys.device)[:, None]
+    def _head_offsets(self, step: Step) -> Tensor:
+        device, heads = self.keys.device, self.keys.shape[1]
+        return step.once(
+            ("heads", device, heads), lambda: torch.arange(heads, device=device)[:, None]
+        )
 
 
 def pool_rows(ids: Tensor, heads: int) -> Tensor:

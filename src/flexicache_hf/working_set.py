@@ -93,6 +93,11 @@ class WorkingSet:
 
     def append(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Write the new tokens `[B, H_s, q, D]`, opening slots for new pages."""
+        if step.uniform and self._writes_alike(step):
+            at = (self.used[0] - 1) * self.page_size + (step.lengths[0] - 1) % self.page_size
+            self.keys.select(2, at).copy_(keys.squeeze(2))
+            self.values.select(2, at).copy_(values.squeeze(2))
+            return
         shifts = [
             (used - 1 - (start - 1) // self.page_size) * self.page_size
             for used, start in zip(self.used, step.start, strict=True)
@@ -111,16 +116,15 @@ class WorkingSet:
             self.pages[row, :, used : self.used[row]] = torch.arange(
                 first, count, device=self.pages.device
             )
-        if step.uniform and len(set(shifts)) == 1:
-            at = step.start[0] + shifts[0]
-            self.keys[:, :, at] = keys[:, :, 0]
-            self.values[:, :, at] = values[:, :, 0]
-            return
         shift = torch.tensor(shifts, device=keys.device)[:, None]
         where = step.new_positions(keys.device) + shift  # [B, q]
         rows = torch.arange(len(shifts), device=keys.device)[:, None]
         self.keys[rows, :, where] = keys.transpose(1, 2)
         self.values[rows, :, where] = values.transpose(1, 2)
+
+    def _writes_alike(self, step: Step) -> bool:
+        """All rows write into the same slot, which is open already."""
+        return step.start[0] % self.page_size > 0 and min(self.used) == max(self.used)
 
     # -- reading ---------------------------------------------------------------------------------
 

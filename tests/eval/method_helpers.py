@@ -54,6 +54,7 @@ def small(name: str, budget: int, model: Any, **options: Any) -> Method:
         "snapkv": {"window": 8},
         "infinigen": {"alpha": 1.0},
         "shadowkv": {"chunk": 4, "local_chunks": 1, "rank": 16},
+        "infllm": {"init": 4, "local": 12, "block": 4, "execution": 24, "representatives": 2},
         "scissorhands": {"history": 20, "recent": 4},
     }
     return make(name, budget, model, **(scaled.get(name, {}) | options))

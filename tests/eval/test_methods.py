@@ -28,8 +28,10 @@ from eval.methods import METHODS, build, names, record
 
 COVERING = {
     "infinigen": {"alpha": 1e9},  # alpha decides below the cap
+    "infllm": {"local": 96},  # a window of less moves what has left it to other positions
     "shadowkv": {"rank": 32},  # the full rank, else chosen keys are approximate
 }
+DENSE_PROMPT = {"infllm": {"sparse_prefill": False}}  # others have one already
 
 
 @pytest.mark.parametrize("name", names())
@@ -82,7 +84,7 @@ def test_left_padded_rows_equal_their_solo_run(name):
 def test_a_recorded_prompt_stands_in_for_the_prompt(name):
     model, ids = model_of(), random_ids(2, 110)
     mask = left_padding(110, 0, 13)
-    method = small(name, 32, model)
+    method = small(name, 32, model, **DENSE_PROMPT.get(name, {}))
     own, tokens = run(model, method, ids, 90, mask)
     given = {"attention_mask": mask[:, :90], "position_ids": positions(mask[:, :90])}
     prompt, logits = record(model, ids[:, :90], **given)
@@ -153,6 +155,8 @@ def test_options_are_converted_and_checked():
         ("quest", {"page": 24}, "budget is 64 tokens, expected a multiple of the page size 24"),
         ("quest", {"last_page": "free"}, "last_page is 'free', expected 'forced' or 'ranked'"),
         ("snapkv", {"window": 64}, "window is 64, expected 1 to 63"),
+        ("infllm", {"local": 50}, r"leave -2, expected a positive multiple of block \(16\)"),
+        ("infllm", {"representatives": 17}, "representatives is 17, expected 1 to 16"),
         ("streamingllm", {"sink": 64}, "sink is 64, expected fewer than the budget of 64"),
         ("flexicache-mask", {"digest": "box"}, "digest is 'box', expected one of minmax"),
         ("flexicache-mask", {"unstable": "some"}, "unstable is 'some', expected one of"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from helpers import random_ids
@@ -10,7 +12,16 @@ from hypothesis import strategies as st
 from method_helpers import a_prompt, a_step, assert_same, build, model_of, run, spied
 
 from eval.methods.flexicache_mask import FlexiCacheSelector
-from eval.methods.pages import Digest, box_scores, digest, pages_of, to_tokens, top_pages
+from eval.methods.pages import (
+    Digest,
+    DigestKind,
+    box_scores,
+    digest,
+    pages_of,
+    spread_scores,
+    to_tokens,
+    top_pages,
+)
 from eval.methods.quest import Quest, QuestSelector
 
 
@@ -43,7 +54,7 @@ def test_the_score_bounds_every_product_of_the_page(page, pages, seed):
 @given(
     growth=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     page=st.integers(1, 16),
-    kind=st.sampled_from(["minmax", "cuboid_mean"]),
+    kind=st.sampled_from(get_args(DigestKind)),
     seed=st.integers(0, 1000),
 )
 def test_a_digest_grown_step_by_step_is_that_of_the_whole(growth, page, kind, seed):
@@ -53,8 +64,9 @@ def test_a_digest_grown_step_by_step_is_that_of_the_whole(growth, page, kind, se
         length += more
         grown.update(keys[:, :length])
     assert grown.pages == length // page
+    rule = spread_scores if kind == "mean_spread" else box_scores
     blocks = [digest(block[:, None], kind) for block in keys.split(page, 1)]
-    whole = torch.cat([box_scores(query, *block) for block in blocks], -1)
+    whole = torch.cat([rule(query, *block) for block in blocks], -1)
     assert_same(grown.scores(query, keys), whole)
     assert_same(grown.scores(query), whole[..., : grown.pages])
 

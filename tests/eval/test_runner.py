@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from eval.cli import main
+from eval.methods.flexicache import FlexiCacheMethod
 from eval.results import ResultFile, find
 from eval.runner import run
 from eval.settings import Settings, method_key, method_label, parse_spec, split_outside_brackets
-from flexicache_hf import HeadProfile
+from flexicache_hf import FlexiCacheConfig, HeadProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,6 +167,41 @@ def test_method_specs():
     for bad in ("b(c)", "b(c=1", ""):
         with pytest.raises(ValueError, match="expected name"):
             parse_spec(bad)
+
+
+def test_a_method_may_have_a_budget_of_its_own(settings):
+    specs = ("dense@96", "quest", "quest(page=32)@64", "tova@96")
+    methods = replace(settings, methods=specs).build_methods("")
+    assert [(m.name, m.budget) for m in methods] == [
+        ("dense", 96),
+        ("quest", 64),
+        ("quest", 128),
+        ("quest", 64),
+        ("tova", 96),
+    ]
+    assert [m.page for m in methods if m.name == "quest"] == [16, 16, 32]
+    with pytest.raises(ValueError, match="or either with @budget"):
+        replace(settings, methods=("quest@many",)).build_methods("")
+
+
+def test_rows_of_other_defaults_are_not_continued(settings, monkeypatch):
+    """FlexiCache's options leave choices to the package; its header says what they came to."""
+    own = replace(
+        settings, methods=("flexicache-mask(unstable=all)",), budgets=(64,), generation=False
+    )
+    assert run(own) == 0
+    ((*_, file),) = find(own.out)
+    resolved = file.header()["method"]["resolved"]
+    assert resolved["token_budget"] == 64
+    assert resolved["digest"] == FlexiCacheConfig().digest
+    assert run(own) == 0  # nothing to do, nothing to refuse
+    usual = FlexiCacheMethod.config
+    changed = property(lambda self: usual.fget(self).replace(sink_pages=0))
+    monkeypatch.setattr(FlexiCacheMethod, "config", changed)
+    path = file.path()  # one row is missing, so that there is something to do
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match=r"'sink_pages': 1.* this run has .*'sink_pages': 0"):
+        run(own)
 
 
 def test_options_get_a_file_of_their_own(settings):
