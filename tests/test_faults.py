@@ -17,7 +17,7 @@ from integrity import check_integrity
 from transformers import StoppingCriteria
 
 import flexicache_hf
-from flexicache_hf import FlexiCacheDynamicCache
+from flexicache_hf import FlexiCacheDynamicCache, InterruptedChange
 from flexicache_hf.host import HostPages
 from flexicache_hf.transfer import SyncQueue
 
@@ -33,10 +33,12 @@ POINTS = 60  # lines of the package at which each forward is interrupted
 
 
 class AtLine:
-    """Raises KeyboardInterrupt at the `point`-th line that the package executes."""
+    """Raises KeyboardInterrupt at the `point`-th line that the package executes; `visit` is told
+    of every line before."""
 
     def __init__(self, point: int | None) -> None:
         self.point, self.seen, self.where = point, 0, ""
+        self.visit = lambda place: None
 
     def __enter__(self):
         sys.settrace(self._call)
@@ -54,6 +56,7 @@ class AtLine:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
+            self.visit((frame.f_code.co_filename, frame.f_lineno))
             self.seen += 1
         return self._line
 
@@ -259,7 +262,32 @@ def test_a_thousand_short_generations_do_not_grow_the_process():
         gc.enable()
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_a_thousand_calls_of_generate_do_not_grow_the_process():
+    """With the model given, so with everything that generate() tells the cache."""
+    model, ids = copy.deepcopy(tiny_llama(layers=1)), random_ids(1, 12)
+    profile = profile_of(model, (0, 0))
+
+    def run(times: int) -> tuple[int, int]:
+        for _ in range(times):
+            cache = FlexiCacheDynamicCache(model, profile, token_budget=8, page_size=4)
+            generate(model, cache, ids, 3)
+        gc.collect()
+        return live_tensor_bytes(), resident_bytes()
+
+    run(50)
+    tensors, process = run(50)
+    after = run(900)
+    assert after[0] == tensors
+    assert after[1] - process < 8_000_000  # 9 kB each; one cache holds more than 11 kB
+
+
 STATES = ["generate", "beams", "exception", "interrupt", "deepcopy", "crop", "reset", "prompt only"]
+STATES += ["rows", "join", "assisted", "interrupted crop"]
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -273,7 +301,8 @@ def test_del_frees_at_once_after(state):
         if state == "prompt only":
             forward(model, cache, ids)
         else:
-            generate(model, cache, ids, num_beams=3 if state == "beams" else 1)
+            kwargs = {"beams": {"num_beams": 3}, "assisted": {"prompt_lookup_num_tokens": 3}}
+            generate(model, cache, ids, **kwargs.get(state, {}))
         if state in ("exception", "interrupt"):
             error = {"exception": ValueError, "interrupt": KeyboardInterrupt}[state]
 
@@ -291,6 +320,17 @@ def test_del_frees_at_once_after(state):
             del twin
         elif state == "crop":
             cache.crop(-30)
+        elif state == "rows":
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+        elif state == "join":
+            cache.join(copy.deepcopy(cache))
+        elif state == "interrupted crop":
+            with AtLine(60) as line, contextlib.suppress(KeyboardInterrupt):
+                cache.crop(-30)
+            assert line.where
+            with pytest.raises(InterruptedChange):
+                forward(model, cache, ids[:, :1])
         held = [weakref.ref(layer) for layer in cache.layers]
         held += [weakref.ref(layer.stable.working_set.keys) for layer in cache.layers]
         held += [weakref.ref(layer.unstable.keys) for layer in cache.layers]

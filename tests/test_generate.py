@@ -312,3 +312,22 @@ def test_rows_that_were_repeated_still_continue_their_text(model):
     cache.batch_repeat_interleave(3)
     longer = torch.cat([text.expand(3, -1), random_ids(3, 5)], 1)
     assert generate(model, cache, longer, 4).sequences.shape == (3, 75)
+
+
+@pytest.mark.parametrize("cropped", [0, 3])
+def test_generate_again_after_an_own_loop(model, cropped):
+    """The text that generate() knows ends where the own loop began."""
+    cache, dense = flexicache(model, *PAIRS, **BIG), DynamicCache(config=model.config)
+    text = generate(model, cache, random_ids(1, 60), 6).sequences
+    generate(model, dense, random_ids(1, 60), 6)
+    more = random_ids(1, 5, seed=3)
+    for each in (cache, dense):
+        each.crop(-cropped)
+        forward(model, each, more)
+    whole = torch.cat([text[:, : 65 - cropped], more, random_ids(1, 4, seed=4)], 1)
+    found = generate(model, cache, whole, 8)
+    assert_same_generation(found, generate(model, dense, whole, 8))
+    other = whole.clone()
+    other[0, 10] += 1
+    with pytest.raises(ValueError, match="does not begin with"):
+        generate(model, cache, other.repeat(1, 2), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers import (
     cache_argument,
     decode,
     flexicache,
+    forward,
     left_padding,
     profile_of,
     random_ids,
@@ -281,5 +283,122 @@ def test_heads_are_learned_where_layers_share_keys(family):
     decode(model, cache, random_ids(1, 60), 48, None, random_ids(1, 48))
     learned = cache.profile
     assert learned.num_windows == 2
-    assert len(learned.unstable_heads) == round(len(tiered_heads(model)) / 4) or 1
+    assert len(learned.unstable_heads) == round(len(tiered_heads(model)) / 4)
     assert set(learned.unstable_heads) < set(tiered_heads(model))
+
+
+def hybrid(first="linear_attention"):
+    """A tiny Qwen3-Next, whose linear layers hold a recurrent state."""
+    model = build("qwen3_next")
+    if first == "linear_attention":
+        return model
+    config = copy.deepcopy(model.config)
+    config.layer_types = config.layer_types[::-1]
+    return make("Qwen3NextForCausalLM", config)
+
+
+@pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
+def test_crop_of_linear_layers_is_refused_as_in_transformers(first):
+    """By the same error, and where transformers has cropped the layers before, ours has not."""
+    model, ids, token = hybrid(first), random_ids(1, 70), random_ids(1, 1, seed=2)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=48)
+    for each in (cache, t.DynamicCache(config=model.config)):
+        decode(model, each, ids, 4)
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            each.crop(-2)
+    twin = flexicache(model, *tiered_heads(model)[::2], token_budget=48)
+    decode(model, twin, ids, 4)
+    assert cache.get_seq_length() == 74
+    assert torch.equal(forward(model, cache, token), forward(model, twin, token))
+
+
+def test_crop_of_a_recurrent_state_is_refused():
+    """transformers crops what it can once the past is recorded, and the state stays in the future:
+    the next logits are not those of the text that was left."""
+    model, ids, token = hybrid(), random_ids(1, 70), random_ids(1, 1, seed=2)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
+    dense, shorter = (t.DynamicCache(config=model.config) for _ in range(2))
+    forward(model, shorter, ids[:, :66])
+    expected = forward(model, shorter, token)
+    for each in (cache, dense):
+        each.activate_past_recording()
+        forward(model, each, ids)
+        each.crop(0)
+        assert not each.is_croppable
+    dense.crop(-4)
+    assert not torch.allclose(forward(model, dense, token), expected, rtol=0.01, atol=0.01)
+    with pytest.raises(RuntimeError, match=r"layer 0 .*recurrent state.*cache.reset\(\)"):
+        cache.crop(-4)
+    assert cache.get_seq_length() == 70
+    cache.reset()
+    forward(model, cache, ids[:, :66])
+    assert torch.equal(forward(model, cache, token), expected)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gemma3"])
+def test_crop_of_recorded_layers_equals_dense(family):
+    """Convolutions and sliding windows go back if their past was recorded."""
+    model, ids, turn = build(family), random_ids(2, 70), random_ids(2, 6, seed=2)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
+    dense = t.DynamicCache(config=model.config)
+    logits = []
+    for each in (cache, dense):
+        each.activate_past_recording()
+        decode(model, each, ids, 5)
+        each.crop(-3)
+        assert each.get_seq_length() == 72
+        logits.append(torch.stack([forward(model, each, turn), forward(model, each, turn[:, :1])]))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_an_interrupted_forward_of_linear_layers_needs_a_reset(family):
+    """They cannot tell whether they took part in it."""
+    model, ids = copy.deepcopy(build(family)), random_ids(1, 40)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
+    cache.activate_past_recording()
+    expected = forward(model, cache, ids)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, ids[:, :1])
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"cache.reset\(\)"):
+        forward(model, cache, ids[:, :1])
+    with pytest.raises(RuntimeError, match=r"interrupted: start over with cache.reset\(\)"):
+        cache.crop(-1)
+    cache.reset()
+    assert torch.equal(forward(model, cache, ids), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "gemma3", "gemma2", "mistral_v01"])
+def test_reset_takes_a_prompt_of_another_number_of_rows(family):
+    """transformers' sliding and linear layers keep the sizes of what they held."""
+    model = mistral_v01() if family == "mistral_v01" else build(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlexiCacheWarning)  # nothing is tiered in mistral_v01
+        cache, new = (flexicache(model, *tiered_heads(model)[::2]) for _ in range(2))
+    decode(model, cache, random_ids(1, 60), 3)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    ids = random_ids(3, 45, seed=4)
+    assert torch.equal(decode(model, cache, ids, 5), decode(model, new, ids, 5))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "gemma3"])
+def test_rows_of_layers_of_several_kinds_are_repeated_and_selected(family):
+    model, ids, tokens = build(family), random_ids(2, 60), random_ids(4, 7, seed=2)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=256)
+    forward(model, cache, ids)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0, 1]))
+    rows = torch.tensor([1, 0, 0])
+    dense = t.DynamicCache(config=model.config)
+    forward(model, dense, ids)
+    dense.reorder_cache(rows)  # the one change of rows that DynamicCache has for linear layers
+    for step in range(7):
+        fed = tokens[:3, step : step + 1]
+        assert torch.equal(forward(model, cache, fed), forward(model, dense, fed))

@@ -264,3 +264,68 @@ def test_profile_none_of_a_model_without_tiered_layers_warns():
     profile = HeadProfile.from_unstable_heads(config, [])
     with pytest.warns(FlexiCacheWarning, match="no full-attention layer"):
         FlexiCacheDynamicCache(config, profile)
+
+
+@pytest.mark.parametrize("change", ["repeat", "crop", "join"])
+def test_host_memory_limit_holds_when_rows_change(change):
+    """The copies of an open page, and the pages of rows that join, count before they are made."""
+    model = tiny_llama()
+    page = 4 * (16 + 16) * 4  # bytes of a page's keys and values; a stable head in each layer
+    held, pages = {"repeat": (18, 5 + 1), "crop": (16, 4 + 1), "join": (16, 4)}[change]
+    limit = 2 * page * pages
+    sizes = {"token_budget": 8, "page_size": 4}
+    config = FlexiCacheConfig(**sizes, host_memory_limit=limit)
+    cache, other = (flexicache(model, *PAIRS, config=config) for _ in range(2))
+    twin = flexicache(model, *PAIRS, **sizes)
+    for each in (cache, twin, other):
+        forward(model, each, random_ids(1, held))
+        if change == "crop":
+            each.batch_repeat_interleave(4)
+    operation = {
+        "repeat": lambda: cache.batch_repeat_interleave(4),
+        "crop": lambda: cache.crop(-1),
+        "join": lambda: cache.join(other),
+    }[change]
+    with pytest.raises(HostMemoryError, match=r"host_memory_limit.*Nothing was stored"):
+        operation()
+    assert cache.memory_usage().host <= limit
+    assert cache.lengths == twin.lengths
+    for each in (cache, twin):
+        each.batch_select_indices(torch.tensor([0]))
+    if change != "join":
+        turn = random_ids(1, 1, seed=2)
+        assert torch.equal(forward(model, cache, turn), forward(model, twin, turn))
+    cache.reset()
+    assert torch.equal(
+        forward(model, cache, random_ids(1, 8)),
+        forward(model, flexicache(model, *PAIRS, **sizes), random_ids(1, 8)),
+    )
+
+
+def test_rows_that_are_not_there():
+    model = tiny_llama()
+    cache, twin = (flexicache(model, *PAIRS, token_budget=32) for _ in range(2))
+    for each in (cache, twin):
+        forward(model, each, random_ids(2, 60))
+    for change in (cache.reorder_cache, cache.batch_select_indices):
+        with pytest.raises(IndexError):
+            change(torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="cannot join itself"):
+        cache.join(cache)
+    cache.reorder_cache(torch.tensor([-1, 0]))
+    twin.reorder_cache(torch.tensor([1, 0]))
+    token = random_ids(2, 1, seed=3)
+    assert torch.equal(forward(model, cache, token), forward(model, twin, token))
+    cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    assert (cache.get_seq_length(), cache.memory_usage().device) == (0, 0)
+    forward(model, cache, random_ids(3, 20))
+
+
+def test_rows_of_another_model_do_not_join():
+    first, second = tiny_llama(), tiny_llama(dtype=torch.float64)
+    caches = [flexicache(model, *PAIRS, token_budget=32) for model in (first, second)]
+    for model, cache in zip((first, second), caches):
+        forward(model, cache, random_ids(1, 60))
+    with pytest.raises(ValueError, match=r"layer 0 of the caches differs.*float32.*float64"):
+        caches[0].join(caches[1])
+    assert caches[0].lengths == caches[1].lengths == (60,)

@@ -7,7 +7,7 @@ from .errors import AttentionNotLinked, FlexiCacheWarning
 from .host import HostMemoryError
 from .profile import HeadProfile
 from .stats import CacheStats, MemoryUsage
-from .table import InterruptedForward
+from .table import InterruptedChange, InterruptedForward
 
 register()
 
@@ -19,6 +19,7 @@ __all__ = [
     "FlexiCacheWarning",
     "HeadProfile",
     "HostMemoryError",
+    "InterruptedChange",
     "InterruptedForward",
     "MemoryUsage",
     "restore_attention",

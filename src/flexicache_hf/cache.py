@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
 from .layer import FlexiCacheLayer
 from .learning import HeadLearner
+from .other_layers import cropped_layer
 from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
@@ -105,6 +106,7 @@ class FlexiCacheDynamicCache(Cache):
             tensor_parallel_rank(model_or_config),
             learner=learner,
         )
+        self._new_layers: Callable[[], list[Any]] = lambda: DynamicCache(config=text).layers
         for ordinal, index in enumerate(tiered):
             layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads[ordinal])
         super().__init__(layers=layers)
@@ -159,65 +161,100 @@ class FlexiCacheDynamicCache(Cache):
         """Remove the last `-tokens_to_remove` tokens (columns) of every row.
 
         As in transformers >= 5.24 the argument is zero or negative.
+
+        Raises:
+            ValueError: it is positive.
+            RuntimeError: a layer cannot go back: what an interruption left is unknown, or a
+                sliding or linear layer did not record its past (`activate_past_recording`), or
+                holds a recurrent state, which knows no past. Nothing has changed then.
+            HostMemoryError: rows that share the page that is cut need more than the limit.
         """
-        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
-        if tokens_to_remove > 0:
+        remove = -int(tokens_to_remove)  # generate() may pass a tensor
+        if remove < 0:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}, expected zero or a negative number: "
+                f"tokens_to_remove is {-remove}, expected zero or a negative number: "
                 "crop(-n) removes the last n tokens"
             )
-        left = max(self.get_seq_length() + tokens_to_remove, 0)
-        for layer in self.layers:
-            if isinstance(layer, FlexiCacheLayer):
-                if layer.torn:
-                    raise RuntimeError(
-                        f"layer {layer.index} was interrupted while it stored a step, so what it "
-                        "holds is unknown: start over with cache.reset()"
-                    )
-            elif hasattr(layer, "get_seq_length") and layer.is_initialized:
-                layer.crop(min(left - layer.get_seq_length(), 0))
-            else:
-                layer.crop(tokens_to_remove)
-        tiered = self._tiered()
-        if any(layer.pending is not None for layer in tiered):  # a forward stopped: maybe anywhere
-            self._table.recount()
-            self._shared.prefilling = None
+        table, tiered = self._table, self._tiered()
+        table.check_whole()
         for layer in tiered:
-            layer.pending = layer.unanswered = None
-        if left >= self._table.columns and self._consistent():
-            return
-        self._restart_learning()
-        copies = self._table.crop(left)
-        for layer in tiered:
-            layer.crop_rows(copies)
+            if layer.torn:
+                raise RuntimeError(
+                    f"layer {layer.index} was interrupted while it stored a step, so what it "
+                    "holds is unknown: start over with cache.reset()"
+                )
+        left = max(self.get_seq_length() - remove, 0)
+        stopped = any(layer.pending is not None for layer in tiered) or not self._consistent()
+        cropped = {
+            number: cropped_layer(layer, number, left, remove, stopped)
+            for number, layer in enumerate(self.layers)
+            if not isinstance(layer, FlexiCacheLayer)
+        }
+        table.check_crop(left)
+        if not stopped and left < table.columns:
+            self._check_host(table.pages_cropped(left))
+        with table.changing("crop"):
+            for number, layer in cropped.items():
+                self.layers[number] = layer
+            if any(layer.pending is not None for layer in tiered):  # it may have stopped anywhere
+                table.recount()
+                self._shared.prefilling = None
+            for layer in tiered:
+                layer.pending = layer.unanswered = None
+            if left < table.columns or not self._consistent():
+                self._restart_learning()
+                if self._prompt_ids is not None:
+                    self._prompt_ids = self._prompt_ids[:, :left]
+                copies = table.crop(left)
+                for layer in tiered:
+                    layer.crop_rows(copies)
 
     def reset(self) -> None:
-        """Forget everything; the same object can take a new prompt."""
+        """Forget everything; the same object can take a new prompt, of any number of rows.
+
+        It always works, also after an interruption of anything else, or of itself.
+        """
+        self._table.unfinished = "reset"
         self._restart_learning()
         self._table.clear()
         self._shared.prefilling = None
         self._shared.verifying = False
-        for layer in self.layers:
-            layer.clear() if isinstance(layer, FlexiCacheLayer) else layer.reset()
         self._prompt_ids = None
+        # transformers' layers keep the sizes of what they held, before 5.24 even its length
+        fresh = self._new_layers()
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, FlexiCacheLayer):
+                layer.clear()
+                continue
+            if getattr(layer, "record_past", False):
+                fresh[number].activate_past_recording()
+            self.layers[number] = fresh[number]
+        self._table.unfinished = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the rows `[rows[i] for i in beam_idx]`, for beam search."""
-        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
+        if self._tiered():
+            self._select("reorder_cache", self._numbers(beam_idx))
+        else:
+            super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row; the copies share full pages, on the host and on the device."""
-        rows = [row for row in range(self._table.rows) for _ in range(repeats)]
-        self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+        if self._tiered():
+            rows = [row for row in range(self._table.rows) for _ in range(repeats)]
+            self._select("batch_repeat_interleave", rows)
+        else:
+            super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (numbers or a boolean mask)."""
-        numbers = torch.arange(self._table.rows)[torch.as_tensor(indices).cpu()]
-        self._select(numbers.tolist(), lambda layer: layer.batch_select_indices(indices))
+        """Keep the rows `indices` (numbers or a boolean mask). Of none, an empty cache is left."""
+        if self._tiered():
+            self._select("batch_select_indices", self._numbers(indices))
+        else:
+            super().batch_select_indices(indices)
 
     def join(self, other: FlexiCacheDynamicCache) -> None:
-        """Append the rows of `other`, for batches whose rows come and go; `other` must not be used
-        any more.
+        """Append the rows of `other`, for batches whose rows come and go; `other` is empty then.
 
         Rows may be of any length: shorter ones count as padded on the left, and padding is not
         stored. Decode steps then need explicit `position_ids` (`cache.lengths`), but no mask.
@@ -225,7 +262,14 @@ class FlexiCacheDynamicCache(Cache):
         Raises:
             ValueError: the caches differ in configuration or heads, or have layers that are not
                 tiered.
+            RuntimeError: a forward or a change of either was interrupted.
+            HostMemoryError: the pages of both need more than the limit. As after every error here,
+                neither cache has changed.
         """
+        if other is self:
+            raise ValueError(
+                "a cache cannot join itself: use batch_repeat_interleave() to repeat its rows"
+            )
         if (self.config, self.profile.unstable_heads) != (
             other.config,
             other.profile.unstable_heads,
@@ -237,18 +281,27 @@ class FlexiCacheDynamicCache(Cache):
                 "rows can only join where every layer is tiered; this model also has "
                 f"{', '.join(sorted(kinds))}"
             )
+        for cache in (self, other):
+            cache._check_between_forwards()
         if not other._table.rows:
             return
         if not self._table.rows:
             raise ValueError("this cache is empty: use the other one")
-        for cache in (self, other):
-            if not cache._consistent() or any(layer.pending for layer in cache._tiered()):
-                raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
-        self._restart_learning()
-        copies = self._table.join(other._table)
-        for layer, joining in zip(self._tiered(), other._tiered(), strict=True):
-            layer.join_rows(joining, copies)
-        self._prompt_ids = None
+        pairs = list(zip(self._tiered(), other._tiered(), strict=True))
+        for layer, joining in pairs:
+            if layer.kind() != joining.kind():
+                raise ValueError(
+                    f"layer {layer.index} of the caches differs in stable and unstable heads, "
+                    f"dimensions or dtype: {layer.kind()} and {joining.kind()}"
+                )
+        self._check_host(self._table.pages_joined(other._table))
+        with self._table.changing("join"):
+            self._restart_learning()
+            copies = self._table.join(other._table)
+            for layer, joining in pairs:
+                layer.join_rows(joining, copies)
+            self._prompt_ids = None
+        other.reset()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -275,20 +328,51 @@ class FlexiCacheDynamicCache(Cache):
     def _consistent(self) -> bool:
         return all(done == self._table.forwards for done in self._table.progress)
 
-    def _select(self, rows: Sequence[int], other: Any) -> None:
-        for layer in self.layers:
-            if not isinstance(layer, FlexiCacheLayer):
-                other(layer)
-        if not self._table.rows or list(rows) == list(range(self._table.rows)):
-            return
-        if not self._consistent():
-            raise RuntimeError("a forward was interrupted: crop() or reset() the cache first")
-        self._restart_learning()
-        copies = self._table.select(rows)
-        if self._prompt_ids is not None:
-            self._prompt_ids = self._prompt_ids[list(rows)]
+    def _numbers(self, rows: Tensor) -> list[int]:
+        """Row numbers out of numbers or a mask; raises IndexError for rows that are not there."""
+        known = torch.arange(self._table.rows)
+        return known[torch.as_tensor(rows).cpu()].tolist() if len(known) else []
+
+    def _check_between_forwards(self) -> None:
+        """Raises RuntimeError unless every forward and every change came to its end."""
+        self._table.check_whole()
         for layer in self._tiered():
-            layer.select_rows(rows, copies)
+            if layer.torn:
+                raise RuntimeError(
+                    f"layer {layer.index} was interrupted while it stored a step, so what it "
+                    "holds is unknown: start over with cache.reset()"
+                )
+        if not self._consistent() or any(layer.pending is not None for layer in self._tiered()):
+            raise RuntimeError(
+                "the last forward was interrupted, or its attention is not this cache's: take back "
+                "its tokens with cache.crop(-n), or start over with cache.reset()"
+            )
+
+    def _check_host(self, pages: int) -> None:
+        """Raises HostMemoryError if `pages` page ids need more than the limit, and new memory."""
+        if pages > self._table.capacity:
+            self._shared.budget.check(pages, self._shared.page_bytes)
+
+    def _select(self, name: str, rows: Sequence[int]) -> None:
+        self._check_between_forwards()
+        table = self._table
+        if not table.rows or list(rows) == list(range(table.rows)):
+            return
+        if not rows:
+            self.reset()
+            return
+        self._check_host(table.pages_selected(rows))
+        with table.changing(name):
+            self._restart_learning()
+            numbers = torch.tensor(rows, dtype=torch.long)
+            for layer in self.layers:
+                if not isinstance(layer, FlexiCacheLayer):
+                    layer.reorder_cache(numbers)  # linear layers know no other way
+            copies = table.select(rows)
+            if self._prompt_ids is not None:
+                self._prompt_ids = self._prompt_ids[list(rows)]
+            for layer in self._tiered():
+                layer.select_rows(rows, copies)
 
 
 class _QueuePerDevice:

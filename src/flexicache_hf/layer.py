@@ -383,6 +383,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
 
     def _check_new(self, keys: Tensor) -> None:
         """Raises, with nothing changed, if these keys cannot follow what is cached."""
+        self.shared.table.check_whole()
         if not self.is_initialized:
             held = self.held_heads(keys)
             if self.ordinal == 0 and len(held) < self.config_heads:

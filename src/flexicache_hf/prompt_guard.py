@@ -51,6 +51,7 @@ def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _check_continues(cache: Any, ids: Tensor, whole: bool, first: bool) -> None:
     """Raises ValueError unless `ids` continue the cached text; remembers them."""
+    cache._table.check_whole()
     held = cache.get_seq_length()
     known = cache._prompt_ids
     if first and held and whole:
@@ -64,11 +65,13 @@ def _check_continues(cache: Any, ids: Tensor, whole: bool, first: bool) -> None:
                 f"the prompt has {ids.shape[1]} tokens, but the cache already holds {held}: pass "
                 "the whole text so far and the new part, or use a new cache, or cache.reset()"
             )
-        if known is not None and not torch.equal(known[:, :held].to(ids.device), ids[:, :held]):
-            raise ValueError(
-                f"the prompt does not begin with the {held} tokens this cache holds: it belongs to "
-                "another text. Use a new cache, or cache.reset()"
-            )
+        if known is not None:
+            count = min(held, known.shape[1])  # an own loop may have fed more since
+            if not torch.equal(known[:, :count].to(ids.device), ids[:, :count]):
+                raise ValueError(
+                    f"the prompt does not begin with the {held} tokens this cache holds: it "
+                    "belongs to another text. Use a new cache, or cache.reset()"
+                )
     if whole or not held:
         cache._prompt_ids = ids
     elif known is not None and len(known) == len(ids) and known.shape[1] >= held:

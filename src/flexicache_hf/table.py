@@ -10,7 +10,9 @@ transformers counts (`get_seq_length`, masks) to the tokens of each row.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,6 +22,10 @@ from torch import Tensor
 
 class InterruptedForward(RuntimeError):
     """A forward pass stopped between two layers, so the layers disagree about what is cached."""
+
+
+class InterruptedChange(RuntimeError):
+    """A change of rows or lengths stopped midway, so the parts of the cache disagree."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,33 @@ class PageTable:
     def __init__(self, page_size: int, layers: int) -> None:
         self.page_size = page_size
         self.progress = [0] * layers  # forwards that each tiered layer has completed
+        self.unfinished: str | None = None  # the change under way, or that never ended
         self.clear()
 
     def _forget_views(self) -> None:
         self._ids: dict[torch.device, Tensor] = {}
         self._run: tuple[slice | None] | None = None
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """Around a change of all layers: an interruption in here leaves the cache refusing to go on
+        until it is reset. Whatever may be refused has to be refused before.
+
+        Raises:
+            InterruptedChange: an earlier change never ended.
+        """
+        self.check_whole()
+        self.unfinished = what
+        yield
+        self.unfinished = None
+
+    def check_whole(self) -> None:
+        """Raises InterruptedChange if a change stopped midway."""
+        if self.unfinished is not None:
+            raise InterruptedChange(
+                f"cache.{self.unfinished}() was interrupted, so the layers may disagree about what "
+                "is cached: start over with cache.reset()"
+            )
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -262,11 +290,8 @@ class PageTable:
 
     # -- shrinking and rearranging ---------------------------------------------------------------
 
-    def crop(self, columns: int) -> list[tuple[int, int]]:
-        """Keep the first `columns` columns; returns `(source, target)` page copies the layers owe.
-
-        A copy is owed when a page that other rows share is cut: its row gets a page of its own.
-        """
+    def check_crop(self, columns: int) -> None:
+        """Raises InterruptedForward if `columns` columns are more than all layers have."""
         if self.step is not None and any(done < self.forwards for done in self.progress):
             safe = self.columns - self.step.columns
             if columns > safe:
@@ -274,22 +299,27 @@ class PageTable:
                     f"the last forward of {self.step.columns} tokens stopped midway; crop at least "
                     f"those: at most {safe} of {self.columns} tokens can stay, found {columns}"
                 )
-        copies = []
-        lengths = []
-        for row, pages in enumerate(self.pages):
-            ranges = [(a, min(b, columns)) for a, b in self.padding[row] if a < columns]
-            self.padding[row] = ranges
-            length = columns - sum(b - a for a, b in ranges)
-            lengths.append(length)
+
+    def crop(self, columns: int) -> list[tuple[int, int]]:
+        """Keep the first `columns` columns; returns `(source, target)` page copies the layers owe.
+
+        A copy is owed when a page that other rows share is cut: its row gets a page of its own.
+        """
+        self.padding = [
+            [(begin, min(end, columns)) for begin, end in ranges if begin < columns]
+            for ranges in self.padding
+        ]
+        self.lengths = tuple(
+            columns - sum(end - begin for begin, end in ranges) for ranges in self.padding
+        )
+        for pages, length in zip(self.pages, self.lengths, strict=True):
             count = -(-length // self.page_size)
             for page in pages[count:]:
                 self._drop(page)
             del pages[count:]
-            if length % self.page_size and self.references[pages[-1]] > 1:
-                copies.append((pages[-1], self._own_last(row)))
         self.columns = columns
-        self.lengths = tuple(lengths)
-        self.prompts = tuple(map(min, self.prompts, lengths))
+        self.prompts = tuple(map(min, self.prompts, self.lengths))
+        copies = self._own_open_pages()
         self._settle()
         return copies
 
@@ -306,10 +336,7 @@ class PageTable:
         self.padding = [list(self.padding[i]) for i in indices]
         self.lengths = tuple(self.lengths[i] for i in indices)
         self.prompts = tuple(self.prompts[i] for i in indices)
-        copies = []
-        for row, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
-            if length % self.page_size and self.references[pages[-1]] > 1:
-                copies.append((pages[-1], self._own_last(row)))
+        copies = self._own_open_pages()
         self._settle()
         return copies
 
@@ -326,7 +353,7 @@ class PageTable:
             self.pages.append(taken)
         self.padding = [
             *_shifted(self.padding, columns - self.columns),
-            *_shifted(other.padding, columns - other.columns),
+            *map(list, _shifted(other.padding, columns - other.columns)),
         ]
         self.lengths += other.lengths
         self.prompts += other.prompts
@@ -356,10 +383,42 @@ class PageTable:
         self._free = [page for page, count in enumerate(self.references) if not count]
         self._forget_views()
 
-    def _own_last(self, row: int) -> int:
-        self._drop(self.pages[row][-1])
-        self.pages[row][-1] = self._take()
-        return self.pages[row][-1]
+    def pages_cropped(self, columns: int) -> int:
+        """Capacity after `crop(columns)`, without doing it."""
+        held: Counter[int] = Counter()
+        cut: Counter[int] = Counter()
+        for row, pages in enumerate(self.pages):
+            length = columns - sum(
+                min(end, columns) - begin for begin, end in self.padding[row] if begin < columns
+            )
+            kept = pages[: -(-length // self.page_size)]
+            held.update(kept)
+            cut.update(kept[-1:] if length % self.page_size else ())
+        own = sum(min(count, held[page] - 1) for page, count in cut.items())
+        return max(self.capacity, len(held) + own)
+
+    def pages_selected(self, indices: Sequence[int]) -> int:
+        """Capacity after `select(indices)`, without doing it."""
+        times = Counter(indices)
+        kept = {page for row in times for page in self.pages[row]}
+        own = sum(count - 1 for row, count in times.items() if self.lengths[row] % self.page_size)
+        return max(self.capacity, len(kept) + own)
+
+    def pages_joined(self, other: PageTable) -> int:
+        """Capacity after `join(other)`, without doing it."""
+        taken = sum(map(len, other.pages))
+        return self.capacity + max(taken - len(self._free), 0)
+
+    def _own_open_pages(self) -> list[tuple[int, int]]:
+        """Give every row that shares its open page one of its own; the `(source, target)` pairs."""
+        copies = []
+        for pages, length in zip(self.pages, self.lengths, strict=True):
+            if length % self.page_size and self.references[pages[-1]] > 1:
+                shared = pages[-1]
+                self._drop(shared)
+                pages[-1] = self._take()
+                copies.append((shared, pages[-1]))
+        return copies
 
     def _settle(self) -> None:
         """All layers agree again: they were all told of the change."""

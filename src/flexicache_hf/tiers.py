@@ -267,6 +267,15 @@ class Tiers:
         """An exception in here leaves the layer half changed; it then refuses to go on."""
         return Changing(self)
 
+    def kind(self) -> tuple[object, ...]:
+        """Heads, dimensions and dtype: layers of two caches can share rows only if they agree."""
+        stores = [self.stable.working_set if self.stable is not None else None, self.unstable]
+        return tuple(
+            (store.keys.shape[-1], store.values.shape[-1], store.keys.dtype, group.heads.tolist())
+            for store, group in zip(stores, self.groups or (), strict=bool(self.groups))
+            if store is not None
+        )
+
     def value_dim(self) -> int:
         store = self.stable.working_set if self.stable is not None else self.unstable
         assert store is not None
