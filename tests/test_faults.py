@@ -276,7 +276,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-def test_a_thousand_calls_of_generate_do_not_grow_the_process():
+def test_calls_of_generate_do_not_grow_the_process():
     """With the model given, so with everything that generate() tells the cache."""
     model, ids = copy.deepcopy(tiny_llama(layers=1)), random_ids(1, 12)
     profile = profile_of(model, (0, 0))
@@ -284,15 +284,15 @@ def test_a_thousand_calls_of_generate_do_not_grow_the_process():
     def run(times: int) -> tuple[int, int]:
         for _ in range(times):
             cache = FlexiCacheDynamicCache(model, profile, token_budget=8, page_size=4)
-            generate(model, cache, ids, 3)
+            generate(model, cache, ids, 2)
         gc.collect()
         return live_tensor_bytes(), resident_bytes()
 
-    run(50)
-    tensors, process = run(50)
-    after = run(900)
+    run(30)
+    tensors, process = run(30)
+    after = run(200)
     assert after[0] == tensors
-    assert after[1] - process < 8_000_000  # 9 kB each; one cache holds more than 11 kB
+    assert after[1] - process < 2_000_000  # 10 kB each; one cache holds more than 11 kB
 
 
 STATES = ["generate", "beams", "exception", "interrupt", "deepcopy", "crop", "reset", "prompt only"]
