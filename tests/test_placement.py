@@ -55,6 +55,7 @@ def test_tensor_parallel_ranks_take_their_heads_of_the_profile(ranks):
 def test_tensor_parallel_sparse_equals_one_process(ranks):
     one, parts = ranks
     for found in parts:
+        torch.testing.assert_close(found["dense"], one["dense"], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found["sparse"], one["sparse"], rtol=1e-4, atol=1e-4)
         assert not torch.allclose(found["sparse"], found["dense"], rtol=1e-2, atol=1e-2)
 

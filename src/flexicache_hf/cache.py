@@ -313,6 +313,24 @@ class FlexiCacheDynamicCache(Cache):
         super().activate_past_recording()
         self._shared.verifying = True
 
+    # Tiered layers check for themselves; these stop a forward before it reaches transformers' own.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raises InterruptedChange if a change of the cache stopped midway."""
+        if not torch.compiler.is_compiling():
+            self._table.check_whole()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Raises InterruptedChange if a change of the cache stopped midway."""
+        if not torch.compiler.is_compiling():
+            self._table.check_whole()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
     # -- inside ----------------------------------------------------------------------------------
 
     _prompt_ids: Tensor | None = None
