@@ -3,11 +3,15 @@
 from .attention import register, restore_attention
 from .cache import FlexiCacheDynamicCache
 from .config import FlexiCacheConfig
-from .errors import AttentionNotLinked, FlexiCacheWarning
+from .errors import (
+    AttentionNotLinked,
+    FlexiCacheWarning,
+    InterruptedChange,
+    InterruptedForward,
+)
 from .host import HostMemoryError
 from .profile import HeadProfile
 from .stats import CacheStats, MemoryUsage
-from .table import InterruptedChange, InterruptedForward
 
 register()
 

@@ -1,4 +1,4 @@
-"""The warning category of this package; errors are the built-in ones with messages that advise."""
+"""Warnings and errors of this package's own; all others are built in, with messages that advise."""
 
 
 class FlexiCacheWarning(UserWarning):
@@ -7,3 +7,11 @@ class FlexiCacheWarning(UserWarning):
 
 class AttentionNotLinked(RuntimeError):
     """The model's attention function is not ours, so decode steps would miss pages."""
+
+
+class InterruptedForward(RuntimeError):
+    """A forward pass stopped between two layers, so the layers disagree about what is cached."""
+
+
+class InterruptedChange(RuntimeError):
+    """A change of rows or lengths stopped midway, so the parts of the cache disagree."""

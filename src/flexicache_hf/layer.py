@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .compiled import number_of
-from .errors import AttentionNotLinked
+from .errors import AttentionNotLinked, InterruptedForward
 from .padding import read_mask
 from .ranking import is_due
 from .shared import Shared
 from .sparse_attention import attend_pages
-from .table import InterruptedForward, Step
+from .step import Step
 from .tiers import Tiers
 from .unstable import UnstableHeads
 

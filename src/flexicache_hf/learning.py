@@ -23,7 +23,7 @@ from .heads import kv_heads
 from .profile import HeadProfile
 from .ranking import select_pages
 from .stability import WINDOW, StabilityVote, window_rco, window_stability
-from .table import Step
+from .step import Step
 
 
 def while_learning(config: FlexiCacheConfig) -> FlexiCacheConfig:

@@ -17,7 +17,8 @@ from .digest import page_digests, page_scores
 from .host import HostPages
 from .pools import as_pages, grown, import_pages, nbytes, store_pages
 from .ranking import select_pages
-from .table import PageTable, Step
+from .step import Step
+from .table import PageTable
 from .transfer import TransferQueue
 from .unstable import gather_digests, pool_rows
 from .working_set import WorkingSet
@@ -208,6 +209,8 @@ class StableHeads:
         """Take over the pages and working sets of another cache's rows, as rows `rows` and on."""
         self._wait()
         other._wait()
+        for queue in (self.queue, other.queue):
+            queue.settle()  # the CPU moves host pages itself
         self.reserve()
         import_pages(self.digests, other.digests, copies)
         self.host.join(other.host, copies)

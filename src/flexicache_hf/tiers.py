@@ -18,7 +18,7 @@ from .learning import while_learning
 from .profile import HeadProfile
 from .shared import Shared
 from .stable import StableHeads
-from .table import Step
+from .step import Step
 from .unstable import UnstableHeads
 
 

@@ -11,7 +11,8 @@ from .config import FlexiCacheConfig
 from .digest import page_digests, page_scores
 from .pools import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
 from .ranking import select_pages
-from .table import PageTable, Step
+from .step import Step
+from .table import PageTable
 from .visibility import visible_tokens
 
 

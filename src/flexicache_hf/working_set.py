@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .pools import grown, nbytes
-from .table import Step
+from .step import Step
 from .visibility import NO_PAGE, visible_tokens
 
 
