@@ -13,6 +13,7 @@ from families import build, tiered_heads
 from helpers import cache_argument, flexicache, forward, left_padding, random_ids, tiny_llama
 from integrity import check_integrity
 from test_faults import AtLine
+from transformers import DynamicCache
 
 from flexicache_hf import InterruptedChange, host, pools
 
@@ -147,6 +148,13 @@ def test_interrupted_at_any_line(name):
 def test_interrupted_between_layers_of_several_kinds(family, name):
     """Sliding windows and convolutions, which are transformers' own."""
     model = copy.deepcopy(build(family))
+    dense = DynamicCache(config=model.config)
+    dense.activate_past_recording()
+    forward(model, dense, random_ids(1, 40))
+    try:
+        forward(model, dense, random_ids(1, 1))
+    except RuntimeError as error:  # sliding layers of 5.17
+        pytest.skip(f"transformers' own layers that record their past cannot decode: {error}")
     assert interrupt(model, filled(model, padded=False), name)["refused"] > 5
 
 
