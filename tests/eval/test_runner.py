@@ -155,7 +155,7 @@ def test_two_processes_do_the_work_of_one(settings):
     command += ["--model", one.model, "--tasks", one.tasks[0], "--methods", "dense,quest"]
     command += ["--budgets", "64,128", "--out", settings.out]
     command += ["--context", "1500", "--max-new-tokens", "6"]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=600)
     files = [file.paths() for *_, file in find(settings.out)]
     assert all(len(paths) == 2 for paths in files)
     assert results(settings) == results(one)
