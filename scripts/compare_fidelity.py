@@ -28,9 +28,9 @@ from eval.methods import METHODS
 from eval.report.bootstrap import LEVELS, Estimate
 from eval.report.collect import collect
 from eval.report.tables import interval, markdown, number, write_csv
+from eval.settings import BUDGET_FREE
 
 RESAMPLES = 5000
-BUDGET_FREE = ("dense", "duoattention")
 MASK_FORM = METHODS["flexicache-mask"].title
 LONG = (  # tasks whose answers are long texts
     "gov_report_summ",

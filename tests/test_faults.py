@@ -59,11 +59,11 @@ class AtLine:
         return self._line
 
 
-def first_times(run) -> list[int]:
-    """For every line of the package that `run` executes, at which of all lines it does first."""
-    found: dict[tuple[str, int], int] = {}
+def times_of_lines(run) -> list[list[int]]:
+    """For every line of the package that `run` executes, which of all lines it is, every time."""
+    found: dict[tuple[str, int], list[int]] = {}
     with AtLine(None) as lines:
-        lines.visit = lambda place: found.setdefault(place, lines.seen)
+        lines.visit = lambda place: found.setdefault(place, []).append(lines.seen)
         run()
     return list(found.values())
 
@@ -138,7 +138,7 @@ def test_interrupted_at_any_line(sizes, kind):
     model = copy.deepcopy(tiny_llama())
     cache, tokens, twins = twins_of(model, sizes, kind)
     outcomes = set()
-    for point in first_times(lambda: forward(model, copy.deepcopy(cache), tokens)):
+    for point, *_ in times_of_lines(lambda: forward(model, copy.deepcopy(cache), tokens)):
         broken = copy.deepcopy(cache)
         with AtLine(point) as line, contextlib.suppress(KeyboardInterrupt):
             forward(model, broken, tokens)

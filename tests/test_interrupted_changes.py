@@ -12,7 +12,7 @@ import torch
 from families import build, tiered_heads
 from helpers import cache_argument, flexicache, forward, left_padding, random_ids, tiny_llama
 from integrity import check_integrity
-from test_faults import AtLine
+from test_faults import AtLine, times_of_lines
 from transformers import DynamicCache
 
 from flexicache_hf import InterruptedChange, host, pools
@@ -127,11 +127,8 @@ def interrupt(model, cache, name) -> Counter[str]:
 def places(change, cache, other) -> list[int]:
     """For every line of the package that `change` runs, which of all lines it is for the first
     time, and in the middle."""
-    seen: dict[tuple[str, int], list[int]] = {}
-    with AtLine(None) as lines:
-        lines.visit = lambda place: seen.setdefault(place, []).append(lines.seen)
-        change(cache, other)
-    found = sorted({at for ats in seen.values() for at in (ats[0], ats[len(ats) // 2])})
+    seen = times_of_lines(lambda: change(cache, other))
+    found = sorted({at for ats in seen for at in (ats[0], ats[len(ats) // 2])})
     return found[:: -(-len(found) // POINTS)]
 
 

@@ -176,15 +176,10 @@ class FlexiCacheDynamicCache(Cache):
                 "crop(-n) removes the last n tokens"
             )
         table, tiered = self._table, self._tiered()
-        table.check_whole()
-        for layer in tiered:
-            if layer.torn:
-                raise RuntimeError(
-                    f"layer {layer.index} was interrupted while it stored a step, so what it "
-                    "holds is unknown: start over with cache.reset()"
-                )
+        self._check_stored()
         left = max(self.get_seq_length() - remove, 0)
-        stopped = any(layer.pending is not None for layer in tiered) or not self._consistent()
+        pending = self._pending()
+        stopped = pending or not self._consistent()
         cropped = {
             number: cropped_layer(layer, number, left, remove, stopped)
             for number, layer in enumerate(self.layers)
@@ -196,7 +191,7 @@ class FlexiCacheDynamicCache(Cache):
         with table.changing("crop"):
             for number, layer in cropped.items():
                 self.layers[number] = layer
-            if any(layer.pending is not None for layer in tiered):  # it may have stopped anywhere
+            if pending:  # the last forward may have stopped anywhere
                 table.recount()
                 self._shared.prefilling = None
             for layer in tiered:
@@ -346,13 +341,12 @@ class FlexiCacheDynamicCache(Cache):
     def _consistent(self) -> bool:
         return all(done == self._table.forwards for done in self._table.progress)
 
-    def _numbers(self, rows: Tensor) -> list[int]:
-        """Row numbers out of numbers or a mask; raises IndexError for rows that are not there."""
-        known = torch.arange(self._table.rows)
-        return known[torch.as_tensor(rows).cpu()].tolist() if len(known) else []
+    def _pending(self) -> bool:
+        """Some layer holds keys that its attention has not taken up."""
+        return any(layer.pending is not None for layer in self._tiered())
 
-    def _check_between_forwards(self) -> None:
-        """Raises RuntimeError unless every forward and every change came to its end."""
+    def _check_stored(self) -> None:
+        """Raises RuntimeError if an interruption left it unknown what the layers hold."""
         self._table.check_whole()
         for layer in self._tiered():
             if layer.torn:
@@ -360,7 +354,16 @@ class FlexiCacheDynamicCache(Cache):
                     f"layer {layer.index} was interrupted while it stored a step, so what it "
                     "holds is unknown: start over with cache.reset()"
                 )
-        if not self._consistent() or any(layer.pending is not None for layer in self._tiered()):
+
+    def _numbers(self, rows: Tensor) -> list[int]:
+        """Row numbers out of numbers or a mask; raises IndexError for rows that are not there."""
+        known = torch.arange(self._table.rows)
+        return known[torch.as_tensor(rows).cpu()].tolist() if len(known) else []
+
+    def _check_between_forwards(self) -> None:
+        """Raises RuntimeError unless every forward and every change came to its end."""
+        self._check_stored()
+        if not self._consistent() or self._pending():
             raise RuntimeError(
                 "the last forward was interrupted, or its attention is not this cache's: take back "
                 "its tokens with cache.crop(-n), or start over with cache.reset()"

@@ -118,8 +118,9 @@ class HostPages:
         copied = replace(self, keys=[], values=[], starts=list(self.starts))
         for mine, theirs in ((copied.keys, self.keys), (copied.values, self.values)):
             for chunk in theirs:
-                again = self._new(chunk.shape).copy_(chunk) if self.pinned else None
-                mine.append(deepcopy(chunk, memo) if again is None else again)
+                mine.append(
+                    self._new(chunk.shape).copy_(chunk) if self.pinned else deepcopy(chunk, memo)
+                )
         return copied
 
     def clear(self) -> None:

@@ -54,17 +54,16 @@ class StableHeads:
             keys, values, config.pages, config.page_size, config.pages + tail
         )
         self.digests = keys.new_zeros(0, len(heads), config.digests_per_page, 2 * keys.shape[-1])
-        self.reserved = 0  # page ids that digests and host have room for
         self.unranked: set[int] = set()
         self.offload: object = None  # tickets of the last copy to the host, and from it
         self.promotion: object = None
 
     def reserve(self) -> None:
         """Hold every page id of the table."""
-        if self.reserved < self.table.capacity:
-            self.digests = grown(self.digests, 0, self.table.capacity)
-            self.host.reserve(self.table.capacity)
-            self.reserved = self.table.capacity
+        if min(self.digests.shape[0], self.host.capacity) >= self.table.capacity:
+            return
+        self.digests = grown(self.digests, 0, self.table.capacity)
+        self.host.reserve(self.table.capacity)
 
     # -- prompts ---------------------------------------------------------------------------------
 

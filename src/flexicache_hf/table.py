@@ -151,7 +151,7 @@ class PageTable:
             max(-(-(n + more) // self.page_size) - h, 0)
             for n, more, h in zip(lengths, new, held, strict=True)
         )
-        return self.capacity + max(opened - len(self._free), 0)
+        return self._capacity_with(opened)
 
     def _advance(self, columns: int, keep: Tensor | None, decode: bool, told: bool) -> Step:
         kept = [columns] * self.rows
@@ -224,9 +224,7 @@ class PageTable:
             [(begin, min(end, columns)) for begin, end in ranges if begin < columns]
             for ranges in self.padding
         ]
-        self.lengths = tuple(
-            columns - sum(end - begin for begin, end in ranges) for ranges in self.padding
-        )
+        self.lengths = tuple(_stored(ranges, columns) for ranges in self.padding)
         for pages, length in zip(self.pages, self.lengths, strict=True):
             count = -(-length // self.page_size)
             for page in pages[count:]:
@@ -281,10 +279,7 @@ class PageTable:
         interruption somewhere in a step."""
         if not len(self.pages) == len(self.padding) == len(self.lengths) == len(self.prompts):
             self.pages, self.padding, self.lengths, self.prompts = [], [], (), ()
-        self.lengths = tuple(
-            self.columns - sum(min(b, self.columns) - a for a, b in ranges if a < self.columns)
-            for ranges in self.padding
-        )
+        self.lengths = tuple(_stored(ranges, self.columns) for ranges in self.padding)
         for row, pages in enumerate(self.pages):
             self.padding[row] = [r for r in self.padding[row] if r[1] <= self.columns]
             del pages[-(-self.lengths[row] // self.page_size) :]
@@ -303,9 +298,7 @@ class PageTable:
         held: Counter[int] = Counter()
         cut: Counter[int] = Counter()
         for row, pages in enumerate(self.pages):
-            length = columns - sum(
-                min(end, columns) - begin for begin, end in self.padding[row] if begin < columns
-            )
+            length = _stored(self.padding[row], columns)
             kept = pages[: -(-length // self.page_size)]
             held.update(kept)
             cut.update(kept[-1:] if length % self.page_size else ())
@@ -321,7 +314,10 @@ class PageTable:
 
     def pages_joined(self, other: PageTable) -> int:
         """Capacity after `join(other)`, without doing it."""
-        taken = sum(map(len, other.pages))
+        return self._capacity_with(sum(map(len, other.pages)))
+
+    def _capacity_with(self, taken: int) -> int:
+        """Capacity after `taken` more pages; free ones are taken first."""
         return self.capacity + max(taken - len(self._free), 0)
 
     def _own_open_pages(self) -> list[tuple[int, int]]:
@@ -362,6 +358,11 @@ class PageTable:
             stored[row, :, :, self.stored_columns(row)] = True
         at = torch.arange(self.columns)
         return stored & (at <= at[self.columns - queries :, None])
+
+
+def _stored(padding: Sequence[tuple[int, int]], columns: int) -> int:
+    """How many of the first `columns` columns are no padding."""
+    return columns - sum(min(end, columns) - begin for begin, end in padding if begin < columns)
 
 
 def _shifted(padding: list[list[tuple[int, int]]], by: int) -> list[list[tuple[int, int]]]:

@@ -50,7 +50,10 @@ class HeadGroup:
 
 
 class Changing:
-    """`with` block that leaves `tiers.torn` True if an exception ends it."""
+    """`with` block that leaves `tiers.torn` True if an exception ends it.
+
+    A class, because several are entered per layer and step, and a generator costs much more.
+    """
 
     __slots__ = ("tiers",)
 

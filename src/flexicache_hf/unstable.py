@@ -166,7 +166,7 @@ class UnstableHeads:
         size, device = self.config.page_size, self.keys.device
         positions = step.new_positions(device)  # [B, q]
         ids = self.table.ids(device).gather(1, positions // size)
-        lines = ids[:, None] * self.keys.shape[1] + self._head_offsets(step)  # [B, H_u, q]
+        lines = pool_rows(ids, self.keys.shape[1])  # [B, H_u, q]
         return (lines * size + (positions % size)[:, None]).flatten()
 
     def _digest(self, keys: Tensor) -> Tensor:
