@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin
@@ -40,7 +41,26 @@ def cropped_layer(layer: Any, number: int, left: int, remove: int, stopped: bool
         twin.crop(-remove)
     elif layer.is_initialized:
         twin.crop(min(left - layer.get_seq_length(), 0))
+    for held, needed in _held_and_needed(twin):
+        if held < min(needed, left):
+            raise RuntimeError(
+                f"layer {number} ({type(layer).__name__}) has kept {held} of the "
+                f"{min(needed, left)} tokens before the one to go back to, because it records its "
+                "past from one crop to the next only: crop less, or start over with cache.reset()"
+            )
     return twin
+
+
+def _held_and_needed(layer: Any) -> Iterator[tuple[int, int]]:
+    """Tokens a layer holds, and those that its next forward reads.
+
+    transformers takes what is left, however little, and answers wrongly from there on.
+    """
+    if getattr(layer, "is_sliding", False) and layer.is_initialized:
+        yield layer.keys.shape[-2], layer.sliding_window - 1
+    for number, state in getattr(layer, "conv_states", {}).items():
+        if state is not None:
+            yield state.shape[-1], layer.conv_kernel_size[number]
 
 
 def _can_go_back(layer: Any) -> bool:
