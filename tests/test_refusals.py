@@ -202,6 +202,41 @@ def test_mask_that_hides_a_stored_token_is_obeyed():
     assert torch.equal(forward(model, cache, token, mask), forward(model, dense, token, mask))
 
 
+def own_mask(kind: str, queries: int, keys: int) -> torch.Tensor:
+    """An additive mask `[1, 1 or 4, q, C]` that says more than what is padding."""
+    position = torch.arange(keys)
+    distance = position[-queries:, None] - position
+    causal = torch.zeros(queries, keys).masked_fill(distance < 0, torch.finfo(torch.float32).min)
+    if kind == "bias":
+        return (causal - 0.1 * distance.clamp(min=0))[None, None]
+    heads = causal.repeat(1, 4, 1, 1)
+    for head in range(1, 4):  # the first sees everything
+        heads[0, head, :, 10 * head : 10 * head + 5] = torch.finfo(torch.float32).min
+    heads[0, :, position[:queries], position[-queries:]] = 0  # everyone sees itself
+    return heads
+
+
+@pytest.mark.parametrize("kind", ["bias", "one for each head"])
+@pytest.mark.parametrize("budget", [16, 256])
+def test_masks_that_say_more_than_padding_are_obeyed(kind, budget):
+    """Such a step is dense: pages are chosen for all tokens alike. Nothing counts as padding."""
+    model, ids = tiny_llama(), random_ids(1, 64)
+    cache = flexicache(model, *PAIRS, token_budget=budget, page_size=4)
+    dense = DynamicCache(config=model.config)
+    name = cache_argument(model)
+    for fed in (60, 1, 1, 2):
+        held = dense.get_seq_length()
+        kwargs = {"attention_mask": own_mask(kind, fed, held + fed)}
+        with torch.no_grad():
+            found, expected = (
+                model(ids[:, held : held + fed], **kwargs, **{name: each}).logits
+                for each in (cache, dense)
+            )
+        assert torch.equal(found, expected)
+        assert not cache.stats().current.decode
+    assert cache.lengths == (64,)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reduction", get_args(GroupReduction))
 @pytest.mark.parametrize("digest", get_args(Digest))
