@@ -3,7 +3,7 @@
 #
 #   scripts/test_versions.sh                      # the lowest version of pyproject.toml, the newest
 #   scripts/test_versions.sh 5.20.0 5.24.0        # these
-#   scripts/test_versions.sh 5.17.0 -- tests/test_families.py    # these pytest arguments instead
+#   scripts/test_versions.sh 5.17.0 -- tests/test_matrix.py      # these pytest arguments instead
 #
 # Needs only python >= 3.11 (or PYTHON=...) and the package registry. Environments are kept in
 # .venv-versions, so that a second run only tests. Ends with one line for each version, and with an

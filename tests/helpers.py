@@ -97,3 +97,17 @@ def left_padding(length: int, *pads: int) -> Tensor:
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
     return mask
+
+
+def generate(model: Any, cache: Any, ids: Tensor | None, new: int = 24, **kwargs: Any) -> Any:
+    """`model.generate` of exactly `new` tokens, greedy unless told otherwise, with the logits."""
+    kwargs = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | kwargs
+    return model.generate(
+        ids,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **{cache_argument(model): cache},
+        **kwargs,
+    )

@@ -279,7 +279,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-def test_calls_of_generate_do_not_grow_the_process():
+def test_a_thousand_calls_of_generate_do_not_grow_the_process():
     """With the model given, so with everything that generate() tells the cache."""
     model, ids = copy.deepcopy(tiny_llama(layers=1)), random_ids(1, 12)
     profile = profile_of(model, (0, 0))
@@ -293,9 +293,9 @@ def test_calls_of_generate_do_not_grow_the_process():
 
     run(30)
     tensors, process = run(30)
-    after = run(200)
+    after = run(1000)
     assert after[0] == tensors
-    assert after[1] - process < 2_000_000  # 10 kB each; one cache holds more than 11 kB
+    assert after[1] - process < 4_000_000  # 4 kB each; one cache holds more than 11 kB
 
 
 STATES = ["generate", "beams", "exception", "interrupt", "deepcopy", "crop", "reset", "prompt only"]

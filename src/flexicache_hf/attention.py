@@ -31,8 +31,24 @@ NAMES = {
 """The model's own implementation -> the name that replaces it."""
 
 
-def _sdpa(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    out: tuple[Tensor, None] = sdpa_attention_forward(module, *args, **kwargs)
+def _sdpa(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    queries, keys = query.shape[2], key.shape[2]
+    # No mask means causal. Some models (Gemma 4) ask with a prompt's last few tokens only, and only
+    # under the name "sdpa" know that it would then count from the first key instead of the last.
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if mask is None and causal and 1 < queries < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(keys - queries)[None, None]
+    out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import use_flexicache
 from .config import FlexiCacheConfig
@@ -25,7 +25,7 @@ from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .shared import Shared
 from .stats import CacheStats, MemoryUsage
-from .support import check_supported
+from .support import check_supported, tiered_layers
 from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
@@ -72,13 +72,13 @@ class FlexiCacheDynamicCache(Cache):
         check_supported(model_or_config, model_config)
         text = model_config.get_text_config(decoder=True)
         layers = DynamicCache(config=text).layers
-        latent = getattr(text, "kv_lora_rank", None) is not None  # MLA caches are small already
-        tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not latent]
+        tiered = tiered_layers(text, layers)
         if not tiered:
             warnings.warn(
                 f"{type(text).__name__} has no full-attention layer that can be tiered "
-                "(sliding-window, linear and latent-attention layers stay as they are): this cache "
-                "will behave like DynamicCache",
+                "(sliding-window, linear and latent-attention layers, and models that select what "
+                "they attend to themselves, stay as they are): this cache will behave like "
+                "DynamicCache",
                 FlexiCacheWarning,
                 stacklevel=2,
             )
@@ -90,7 +90,8 @@ class FlexiCacheDynamicCache(Cache):
             chosen = HeadProfile.from_unstable_heads(model_config, every, rule="still learning")
         else:
             chosen = _resolve_profile(profile, model_or_config, model_config, tiered)
-        use_flexicache(model_config)
+        if tiered:
+            use_flexicache(model_config)
 
         self._table = PageTable(self.config.page_size, len(tiered))
         self._stats = CacheStats()

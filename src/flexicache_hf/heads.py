@@ -17,7 +17,7 @@ def kv_heads(text: Any, layer: int | None = None) -> int:
             own number and dimension, and refuse to tell one number for all layers.
         layer: None for all layers.
     """
-    layers = _layer_configs(text) if layer is None else [text.per_layer_config[layer]]
+    layers = layer_configs(text) if layer is None else [text.per_layer_config[layer]]
     return max(map(_kv_heads, layers))
 
 
@@ -25,7 +25,7 @@ def head_dim(text: Any) -> int | None:
     """Dimension of the heads; None if the configuration does not say, or layers differ."""
     dims = {
         int(getattr(c, "head_dim", None) or getattr(c, "hidden_size", 0) // c.num_attention_heads)
-        for c in _layer_configs(text)
+        for c in layer_configs(text)
     }
     return (dims.pop() or None) if len(dims) == 1 else None
 
@@ -36,7 +36,8 @@ def _kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _layer_configs(text: Any) -> list[Any]:
+def layer_configs(text: Any) -> list[Any]:
+    """The configuration of every layer that may differ, or the one of all."""
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 

@@ -282,6 +282,8 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
             else:
                 keys, values, visible, pages = store.attended(step)
             stats.attended += pages * batch * len(where)
+            if visible is not None:  # a layer that shares keys may ask with the last tokens only
+                visible = visible[:, :, -tokens:]
             chosen_sinks = None if sinks is None else sinks[where.index]
             attended = attend_pages(part, keys, values, visible, scaling, softcap, chosen_sinks)
             if len(where) == heads:
@@ -336,6 +338,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         rows, _, new, key_dim = self.pending[0].shape
         keep, agrees, told = None, True, mask is not None
         if mask is not None:
+            self._check_mask(mask, table.columns + new)
             keep, agrees, told = read_mask(mask, new, table.lengths)
         decode = (
             shared.is_decode(new)
@@ -420,6 +423,14 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
                 f"batch size is {keys.shape[0]}, but this cache holds {rows} rows. Use a new "
                 "cache, cache.reset(), or change its rows with cache.batch_select_indices() / "
                 "cache.batch_repeat_interleave()."
+            )
+
+    def _check_mask(self, mask: Tensor, columns: int) -> None:
+        if mask.shape[-1] < columns:
+            raise AttentionNotLinked(
+                f"layer {self.index}: the attention mask covers {mask.shape[-1]} keys, but there "
+                f"are {columns}. The model makes it from what the cache returned (as Doge does), "
+                "which is only the new keys and values: use transformers' own cache for it."
             )
 
     def _check_implementation(self) -> None:

@@ -8,9 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import MODEL_MAPPING, PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig, cache_utils
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+
+from .heads import layer_configs
 
 INSTEAD = "use transformers' own cache for this model (leave the cache argument out)"
+
+
+def tiered_layers(text: Any, layers: list[Any]) -> list[int]:
+    """Which of transformers' cache layers can be tiered: those of plain full attention.
+
+    Args:
+        text: configuration of the decoder.
+        layers: what DynamicCache has for it.
+    """
+    if any(getattr(each, "kv_lora_rank", None) is not None for each in layer_configs(text)):
+        return []  # latent attention: its cache is small already
+    if any(map(_selects_by_itself, layers)):
+        # such a model masks what it did not select only under transformers' own attention names
+        return []
+    return [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+
+
+def _selects_by_itself(layer: Any) -> bool:
+    """Its model was trained to attend to tokens or blocks that an indexer selects."""
+    own = type(layer).__module__ != cache_utils.__name__
+    return own or isinstance(layer, DynamicIndexedLayer)
 
 
 def check_supported(model_or_config: Any, model_config: Any) -> None:

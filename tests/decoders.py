@@ -1,0 +1,244 @@
+"""A tiny random model of every decoder that transformers has, where a common recipe makes one.
+
+`python tests/decoders.py` prints what becomes of each with this cache, with `--modes` also in every
+mode of `modes.py` (minutes).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers as t
+from helpers import decode, random_ids
+from mirror import DenseTwin, Mirrored, MirroredCache
+from modes import MODES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from flexicache_hf import AttentionNotLinked, FlexiCacheDynamicCache, FlexiCacheWarning
+
+DECODERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST_PARAMETERS = 20_000_000
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "sliding_window": 24,
+    "attention_chunk_size": 32,
+    # names of older models
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 512,
+    "n_inner": 48,
+    "rotary_dim": 8,
+    "d_model": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_layers": 4,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    # experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    # latent attention and indexers
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    # linear layers
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_conv": 4,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "expand": 2,
+    "num_heads": 8,
+    "attn_layer_indices": [1, 3],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
+LAYERS = {  # where nothing is said by default
+    "granitemoehybrid": ["linear_attention", "full_attention"],
+    "lfm2_moe": ["conv", "full_attention"],
+}
+ABSENT = ("sliding_window", "attention_chunk_size", "kv_lora_rank", "q_lora_rank", "rotary_dim")
+"""What a model has only if its configuration says so by itself."""
+
+
+def configuration(name: str) -> Any:
+    """The text configuration of a model type, made tiny."""
+    kind = type(t.CONFIG_MAPPING[name]().get_text_config(decoder=True))
+    usual = kind()
+    known = set(usual.to_dict()) | set(inspect.signature(kind.__init__).parameters)
+    sizes = {
+        field: value
+        for field, value in SIZES.items()
+        if field in known and not (field in ABSENT and getattr(usual, field, None) is None)
+    }
+    if sizes.get("kv_lora_rank"):
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    field = kind.attribute_map.get("layer_types", "layer_types")
+    if not isinstance(inspect.getattr_static(kind, field, None), property):
+        types = LAYERS.get(name) or list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+        if types:
+            sizes["layer_types"] = (types * 4)[:4]
+    return kind(**sizes)
+
+
+def decoder(name: str) -> Any:
+    """The tiny model; raises whatever goes wrong, for a recipe does not fit all."""
+    config = configuration(name)
+    with torch.device("meta"):
+        model = t.AutoModelForCausalLM.from_config(config)
+    size = sum(weight.numel() for weight in model.parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters, expected at most {MOST_PARAMETERS}")
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(configuration(name)).eval()
+    for weight in model.parameters():
+        if not weight.isfinite().all():  # left uninitialised
+            torch.nn.init.normal_(weight)
+    return model
+
+
+class NotMade(Exception):
+    """The recipe makes no such model, or none that DynamicCache can decode with."""
+
+
+def outcome(name: str) -> str:
+    """What becomes of a decoder with this cache: "tiered", "passed through" or "refused".
+
+    Raises:
+        NotMade: there is nothing to compare with.
+        AssertionError: its logits are not DynamicCache's, or not those under the mask.
+    """
+    ids, tokens = random_ids(2, 60), random_ids(2, 12, seed=3)
+    try:
+        model = decoder(name)
+        plain = copy.deepcopy(model)
+        expected = decode(plain, t.DynamicCache(config=plain.config), ids, 12, None, tokens)
+        if expected.isnan().any():
+            raise NotMade("its logits are not numbers")
+    except Exception as error:
+        raise NotMade(f"{type(error).__name__}: {error}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FlexiCacheWarning)
+            cache = FlexiCacheDynamicCache(model, token_budget=1024)
+            small = MirroredCache(model, token_budget=32, page_size=4, rerank_interval=4)
+        found = decode(model, cache, ids, 12, None, tokens)
+    except AttentionNotLinked:
+        return "refused"
+    except ValueError as error:
+        if "transformers' own cache" not in str(error):
+            raise
+        return "refused"
+    assert torch.equal(found, expected)
+    tiered = len(cache._tiered())
+    if not tiered:
+        assert model.config._attn_implementation == plain.config._attn_implementation
+        return "passed through"
+    with Mirrored(model, 1e-3) as mirror:
+        decode(model, small, ids, 12, None, tokens)
+    assert mirror.sparse == 12
+    assert mirror.most >= tiered
+    return "tiered"
+
+
+def modes(name: str) -> Iterator[tuple[str, str]]:
+    """`(mode, what is wrong)` for every mode of `modes.py`, covered and sparse; "" if nothing is.
+
+    A mode that DynamicCache cannot do either is left out.
+    """
+    for mode, run in MODES.items():
+        plain = decoder(name)
+        try:
+            expected = run(plain, DenseTwin(plain.config))
+        except (ValueError, RuntimeError, AttributeError):
+            continue
+        for kind, sizes in {
+            "covered": {"token_budget": 1024},
+            "sparse": {"token_budget": 32, "page_size": 4, "rerank_interval": 4},
+        }.items():
+            model, wrong = decoder(name), ""
+            cache = MirroredCache(model, **sizes)
+            try:
+                with Mirrored(model, 0.0 if kind == "covered" else 1e-3) as mirror:
+                    found = run(model, cache)
+                if kind == "covered" and not all(map(torch.equal, found, expected)):
+                    wrong = "not DynamicCache's"
+                elif kind == "sparse" and mirror.sparse < 2:
+                    wrong = "was never sparse"
+            except (ValueError, RuntimeError, AssertionError) as error:
+                wrong = str(error).strip().splitlines()[0]
+            yield f"{mode}, {kind}", wrong
+
+
+def main(every_mode: bool) -> None:
+    counts: Counter[str] = Counter()
+    for name in DECODERS:
+        try:
+            found = outcome(name)
+            counts[found] += 1
+        except NotMade as error:
+            found = f"not made ({str(error).splitlines()[0][:90]})"
+            counts["not made"] += 1
+        print(f"{name}: {found}", flush=True)
+        for mode, wrong in modes(name) if found == "tiered" and every_mode else ():
+            counts["modes"] += 1
+            if wrong:
+                counts["modes that are wrong or refused"] += 1
+                print(f"    {mode}: {wrong}", flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FlexiCacheWarning)
+    main(every_mode="--modes" in sys.argv)
