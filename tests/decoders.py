@@ -1,4 +1,4 @@
-"""A tiny random model of every decoder that transformers has, where a common recipe makes one.
+"""Tiny random models of every decoder that transformers has, where a common recipe makes one.
 
 `python tests/decoders.py` prints what becomes of each with this cache, with `--modes` also in every
 mode of `modes.py` (minutes).
@@ -11,7 +11,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ import transformers as t
 from helpers import decode, random_ids
 from mirror import DenseTwin, Mirrored, MirroredCache
 from modes import MODES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from flexicache_hf import AttentionNotLinked, FlexiCacheDynamicCache, FlexiCacheWarning
 
 DECODERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-MOST_PARAMETERS = 20_000_000
+MULTIMODAL = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+MOST_PARAMETERS = 60_000_000
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -112,36 +116,76 @@ ABSENT = ("sliding_window", "attention_chunk_size", "kv_lora_rank", "q_lora_rank
 """What a model has only if its configuration says so by itself."""
 
 
-def configuration(name: str) -> Any:
-    """The text configuration of a model type, made tiny."""
-    kind = type(t.CONFIG_MAPPING[name]().get_text_config(decoder=True))
-    usual = kind()
+PARTS: dict[str, Any] = {  # of the parts that see or hear
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "depth": 1,
+    "num_heads": 2,
+    "embed_dim": 32,
+    "hidden_dim": 32,
+    "out_hidden_size": 64,
+    "projection_dim": 32,
+    "num_position_embeddings": 16,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "output_dim": 64,
+    "text_hidden_size": 64,
+}
+TEXT_PARTS = ("text_config", "decoder", "llm_config", "language_config")
+
+
+def tiny(usual: Any, sizes: dict[str, Any]) -> Any:
+    """A configuration like `usual`, with those of `sizes` that it knows."""
+    kind = type(usual)
     known = set(usual.to_dict()) | set(inspect.signature(kind.__init__).parameters)
     sizes = {
         field: value
-        for field, value in SIZES.items()
+        for field, value in sizes.items()
         if field in known and not (field in ABSENT and getattr(usual, field, None) is None)
     }
     if sizes.get("kv_lora_rank"):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     field = kind.attribute_map.get("layer_types", "layer_types")
     if not isinstance(inspect.getattr_static(kind, field, None), property):
-        types = LAYERS.get(name) or list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
-        if types:
+        usual_types = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+        if types := LAYERS.get(usual.model_type, usual_types):
             sizes["layer_types"] = (types * 4)[:4]
     return kind(**sizes)
 
 
 def decoder(name: str) -> Any:
-    """The tiny model; raises whatever goes wrong, for a recipe does not fit all."""
-    config = configuration(name)
+    """A tiny model; raises whatever goes wrong, for a recipe does not fit all."""
+    usual = t.CONFIG_MAPPING[name]().get_text_config(decoder=True)
+    return built(tiny(usual, SIZES), t.AutoModelForCausalLM)
+
+
+def multimodal(name: str) -> Any:
+    """A tiny model whose text part decodes; it also raises whatever goes wrong."""
+    config = t.CONFIG_MAPPING[name]()
+    for part in config.sub_configs:
+        if (usual := getattr(config, part)) is not None:
+            setattr(config, part, tiny(usual, SIZES if part in TEXT_PARTS else PARTS))
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if "rope_type" in rope:  # some split a head into time, height and width
+        half = rope.get("partial_rotary_factor") == 0.5
+        rope["mrope_section"] = [1, 1, 2] if half else [2, 3, 3]
+    return built(config, t.AutoModelForImageTextToText)
+
+
+def built(config: Any, kind: Any) -> Any:
     with torch.device("meta"):
-        model = t.AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(copy.deepcopy(config))
     size = sum(weight.numel() for weight in model.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters, expected at most {MOST_PARAMETERS}")
     torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(configuration(name)).eval()
+    model = kind.from_config(config).eval()
     for weight in model.parameters():
         if not weight.isfinite().all():  # left uninitialised
             torch.nn.init.normal_(weight)
@@ -152,8 +196,8 @@ class NotMade(Exception):
     """The recipe makes no such model, or none that DynamicCache can decode with."""
 
 
-def outcome(name: str) -> str:
-    """What becomes of a decoder with this cache: "tiered", "passed through" or "refused".
+def outcome(name: str, make: Callable[[str], Any] = decoder) -> str:
+    """What becomes of a model with this cache: "tiered", "passed through" or "refused".
 
     Raises:
         NotMade: there is nothing to compare with.
@@ -161,7 +205,7 @@ def outcome(name: str) -> str:
     """
     ids, tokens = random_ids(2, 60), random_ids(2, 12, seed=3)
     try:
-        model = decoder(name)
+        model = make(name)
         plain = copy.deepcopy(model)
         expected = decode(plain, t.DynamicCache(config=plain.config), ids, 12, None, tokens)
         if expected.isnan().any():
@@ -183,7 +227,8 @@ def outcome(name: str) -> str:
     assert torch.equal(found, expected)
     tiered = len(cache._tiered())
     if not tiered:
-        assert model.config._attn_implementation == plain.config._attn_implementation
+        text, same = (each.config.get_text_config(decoder=True) for each in (model, plain))
+        assert text._attn_implementation == same._attn_implementation
         return "passed through"
     with Mirrored(model, 1e-3) as mirror:
         decode(model, small, ids, 12, None, tokens)
@@ -222,23 +267,30 @@ def modes(name: str) -> Iterator[tuple[str, str]]:
 
 
 def main(every_mode: bool) -> None:
-    counts: Counter[str] = Counter()
-    for name in DECODERS:
-        try:
-            found = outcome(name)
-            counts[found] += 1
-        except NotMade as error:
-            found = f"not made ({str(error).splitlines()[0][:90]})"
-            counts["not made"] += 1
-        print(f"{name}: {found}", flush=True)
-        for mode, wrong in modes(name) if found == "tiered" and every_mode else ():
-            counts["modes"] += 1
-            if wrong:
-                counts["modes that are wrong or refused"] += 1
-                print(f"    {mode}: {wrong}", flush=True)
-    print(dict(counts))
+    for kind, names, make in (
+        ("decoders", DECODERS, decoder),
+        ("multimodal models", MULTIMODAL, multimodal),
+    ):
+        counts: Counter[str] = Counter()
+        for name in names:
+            try:
+                found = outcome(name, make)
+                counts[found] += 1
+            except NotMade as error:
+                found = f"not made ({str(error).splitlines()[0][:90]})"
+                counts["not made"] += 1
+            print(f"{name}: {found}", flush=True)
+            if not every_mode or found != "tiered" or make is multimodal:
+                continue
+            for mode, wrong in modes(name):
+                counts["modes"] += 1
+                if wrong:
+                    counts["modes that are wrong or refused"] += 1
+                    print(f"    {mode}: {wrong}", flush=True)
+        print(f"{kind}: {dict(counts)}")
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", FlexiCacheWarning)
+    torch.set_num_threads(1)  # tiny models lose more to threads than they gain
     main(every_mode="--modes" in sys.argv)

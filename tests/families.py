@@ -10,6 +10,7 @@ import torch
 import transformers as t
 
 from flexicache_hf.heads import kv_heads
+from flexicache_hf.support import tiered_layers
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -179,6 +180,5 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 def tiered_heads(model: Any) -> list[tuple[int, int]]:
     """Every (layer, KV head) of the layers that are real full attention."""
     config = model.config.get_text_config(decoder=True)
-    layers = t.DynamicCache(config=config).layers
-    full = [i for i, layer in enumerate(layers) if type(layer) is t.cache_utils.DynamicLayer]
+    full = tiered_layers(config, t.DynamicCache(config=config).layers)
     return [(layer, head) for layer in full for head in range(kv_heads(config, layer))]

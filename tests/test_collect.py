@@ -172,7 +172,7 @@ def test_latent_attention_is_refused():
     )
     model = tiny()
     model.config = config
-    with pytest.raises(ValueError, match="kv_lora_rank"):
+    with pytest.raises(ValueError, match="no full-attention layer"):
         record_generation(model, prompt(8), CollectSettings(steps=2), TEXT)
 
 

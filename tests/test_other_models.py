@@ -14,10 +14,12 @@ from helpers import (
     decode,
     flexicache,
     forward,
+    generate,
     left_padding,
     profile_of,
     random_ids,
 )
+from mirror import Mirrored, MirroredCache
 
 from flexicache_hf import (
     AttentionNotLinked,
@@ -108,20 +110,77 @@ def test_multimodal_model_is_tiered_through_its_text_part(kind):
     assert not torch.allclose(found[-1], dense[-1])
 
 
-@pytest.mark.parametrize("kind", [llava, gemma3])
-def test_multimodal_generate(kind):
-    model, inputs = kind(), picture_prompt(60)
+def mllama():
+    text = t.MllamaTextConfig(
+        **(BASE | {"num_hidden_layers": 4, "vocab_size": 89}), cross_attention_layers=[1]
+    )
+    vision = t.MllamaVisionConfig(
+        **VISION,
+        num_global_layers=1,
+        max_num_tiles=1,
+        vision_output_dim=64,
+        intermediate_layers_indices=[0],
+        supported_aspect_ratios=[[1, 1]],
+    )
+    model = make(
+        "MllamaForConditionalGeneration", t.MllamaConfig(text_config=text, vision_config=vision)
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gate" in name and weight.numel() == 1:
+                weight.fill_(1)  # closed at first: the picture would not matter
+    return model
+
+
+def picture_inputs(kind) -> dict[str, torch.Tensor]:
+    inputs = picture_prompt(60)
     if kind is gemma3:
         inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
-    kwargs = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found, expected = (
-        model.generate(**inputs, **kwargs, **{cache_argument(model): cache})
-        for cache in (
-            flexicache(model, *tiered_heads(model)[::2], token_budget=256),
-            t.DynamicCache(config=model.config),
-        )
-    )
-    assert torch.equal(found, expected)
+    elif kind is mllama:
+        inputs = {
+            "input_ids": random_ids(1, 60).clamp(max=80),
+            "pixel_values": inputs["pixel_values"][:, None, None],
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+            "cross_attention_mask": torch.ones(1, 60, 1, 1, dtype=torch.long),
+        }
+    return inputs
+
+
+@pytest.mark.parametrize("kind", [llava, gemma3, mllama])
+@pytest.mark.parametrize("picture", [True, False], ids=["picture", "text"])
+def test_multimodal_generate(kind, picture):
+    model, inputs = kind(), picture_inputs(kind)
+    ids = inputs.pop("input_ids") if picture else random_ids(1, 60).clamp(max=80)
+    inputs = inputs if picture else {}
+    heads = tiered_heads(model)[::2]
+    expected = generate(model, t.DynamicCache(config=model.config), ids, 12, **inputs)
+    covered = flexicache(model, *heads, token_budget=256)
+    found = generate(model, covered, ids, 12, **inputs)
+    assert all(map(torch.equal, found.logits, expected.logits))
+    sparse = MirroredCache(model, profile_of(model, *heads), token_budget=16, page_size=4)
+    with Mirrored(model, 1e-4) as mirror:
+        generate(model, sparse, ids, 12, **inputs)
+    assert mirror.sparse == 11
+    assert mirror.most == len({layer for layer, _ in tiered_heads(model)})
+
+
+def test_layers_that_attend_to_a_picture_stay_and_are_not_cropped():
+    model, inputs = mllama(), picture_inputs(mllama)
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=64)
+    assert [isinstance(layer, FlexiCacheLayer) for layer in cache.layers] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    generate(model, cache, inputs.pop("input_ids"), 4, **inputs)
+    held = cache.layers[1].keys
+    shape = cache.layers[0].keys.shape
+    assert shape == (1, 2, 63, 16)  # models ask whether a layer holds anything
+    cache.crop(-60)
+    assert cache.get_seq_length() == 3
+    assert torch.equal(cache.layers[1].keys, held)
 
 
 def deepseek():
@@ -204,11 +263,6 @@ def test_model_that_changes_what_the_cache_returned_is_refused(kind):
         generate(model, cache, random_ids(1, 40))
     if kind is diffllama:
         assert cache.get_seq_length() == 0
-
-
-def generate(model, cache, ids, new=8, **kwargs):
-    kwargs |= {cache_argument(model): cache, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, do_sample=False, max_new_tokens=new, **kwargs)
 
 
 def test_encoder_decoder_is_refused():

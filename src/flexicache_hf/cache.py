@@ -25,7 +25,7 @@ from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .shared import Shared
 from .stats import CacheStats, MemoryUsage
-from .support import check_supported, tiered_layers
+from .support import check_supported, cross_layers, tiered_layers
 from .table import PageTable
 from .transfer import QueueFactory, TransferQueue, default_queue
 
@@ -107,6 +107,7 @@ class FlexiCacheDynamicCache(Cache):
             tensor_parallel_rank(model_or_config),
             learner=learner,
         )
+        self._cross = cross_layers(text)
         self._new_layers: Callable[[], list[Any]] = lambda: DynamicCache(config=text).layers
         for ordinal, index in enumerate(tiered):
             layers[index] = FlexiCacheLayer(self._shared, ordinal, index, heads[ordinal])
@@ -184,7 +185,7 @@ class FlexiCacheDynamicCache(Cache):
         cropped = {
             number: cropped_layer(layer, number, left, remove, stopped)
             for number, layer in enumerate(self.layers)
-            if not isinstance(layer, FlexiCacheLayer)
+            if not isinstance(layer, FlexiCacheLayer) and number not in self._cross
         }
         table.check_crop(left)
         if not stopped and left < table.columns:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .page_records import CollectSettings, Record, load_record, record_path, save_record
 from .profile import model_facts
+from .support import tiered_layers
 from .texts import Text, prompt_ids
 from .versions import cache_argument
 
@@ -184,13 +185,14 @@ def record_generation(
     steps.
     """
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is not None:
+    cache = DynamicCache(config=model.config)
+    full = tiered_layers(config, cache.layers)
+    if not full:
         raise ValueError(
-            f"{config.model_type} caches latents (kv_lora_rank is set), not keys per KV head: "
+            f"{config.model_type} has no full-attention layer that can be tiered (its layers are "
+            "sliding, linear or latent, or select what they attend to themselves), expected one: "
             "head profiles do not apply to it"
         )
-    cache = DynamicCache(config=model.config)
-    full = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
     recorder = PageRecorder(settings, len(ids), full)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and len(ids) + settings.steps + 1 > limit:

@@ -109,6 +109,27 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         self.pending = (keys, values)
         return keys, values
 
+    @property
+    def keys(self) -> Tensor | None:
+        """What all keys would be, `[B, H_kv, C, D]`, on the meta device; None before the first.
+
+        Models that look into a cache (Mllama) ask whether a layer holds anything.
+        """
+        return self.like("keys")
+
+    @keys.setter
+    def keys(self, _: None) -> None:
+        """transformers' base class sets it when a layer is made."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """What all values would be, `[B, H_kv, C, D_v]`, on the meta device."""
+        return self.like("values")
+
+    @values.setter
+    def values(self, _: None) -> None:
+        """As for keys."""
+
     def get_seq_length(self) -> int:
         """Columns cached, padding included, as transformers counts."""
         return self.columns + (self.pending[0].shape[2] if self.pending is not None else 0)

@@ -28,7 +28,16 @@ def tiered_layers(text: Any, layers: list[Any]) -> list[int]:
     if any(map(_selects_by_itself, layers)):
         # such a model masks what it did not select only under transformers' own attention names
         return []
-    return [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    return [
+        index
+        for index, layer in enumerate(layers)
+        if type(layer) is DynamicLayer and index not in cross_layers(text)
+    ]
+
+
+def cross_layers(text: Any) -> frozenset[int]:
+    """Layers that attend to another input than the text: they hold none of it (Mllama)."""
+    return frozenset(getattr(text, "cross_attention_layers", None) or ())
 
 
 def _selects_by_itself(layer: Any) -> bool:

@@ -284,5 +284,13 @@ class Tiers:
         assert store is not None
         return store.values.shape[-1]
 
+    def like(self, pool: str) -> Tensor | None:
+        """Shape and dtype of all `keys` or `values` stored, without them."""
+        store = self.stable.working_set if self.stable is not None else self.unstable
+        if store is None or self.groups is None:
+            return None
+        shape = self.rows, sum(map(len, self.groups)), self.columns, getattr(store, pool).shape[-1]
+        return torch.empty(shape, dtype=getattr(store, pool).dtype, device="meta")
+
     def held_heads(self, keys: Tensor) -> range:
         return held_heads(keys.shape[1], self.config_heads, self.shared.rank, self.index)
