@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import cache_argument, left_padding, positions
 from torch.nn.functional import rms_norm
-from transformers import DynamicCache
+from transformers import DynamicCache, TextIteratorStreamer
 
 from flexicache_hf import FlexiCacheDynamicCache
 
@@ -220,6 +220,16 @@ def test_assisted(model, tokenizer, mode):
     sparse = generate(model, cache, ids, **kwargs)
     assert any(step.decode and step.tokens > 1 for step in cache.stats().steps)
     assert sparse.sequences.shape == found.sequences.shape
+
+
+def test_streamer(model, tokenizer):
+    """The text comes piece by piece, and is the text."""
+    ids, _ = encode(tokenizer, PROMPTS[1:2])
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    text = generate(model, ours(model, SPARSE), ids, streamer=streamer).sequences
+    pieces = list(streamer)
+    assert len(pieces) > 4
+    assert "".join(pieces) == tokenizer.decode(text[0, ids.shape[1] :])
 
 
 @pytest.mark.parametrize("chunk", [16, 33])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,30 @@ class FlexiCacheDynamicCache(Cache):
         super().__init__(layers=layers)
         if model_config is not model_or_config:
             self._shared.guarded = guard_prompts(model_or_config)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Keys and values of each layer, and its sliding window, as DynamicCache gives them.
+
+        Everything stored, brought together from both tiers; zero where padding was.
+        """
+        self._check_between_forwards()
+        for layer in self.layers:
+            if isinstance(layer, FlexiCacheLayer):
+                keys, values = layer.everything()
+            else:
+                keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer with keys has some; models take the first forward from it."""
+        # tiered layers cannot be initialised early, which is what transformers' own asks for
+        layers = [
+            layer
+            for layer in self.layers
+            if isinstance(layer, FlexiCacheLayer) or getattr(layer, "supports_early_init", True)
+        ]
+        return len(layers) > 0 and all(layer.is_initialized for layer in layers)
 
     @property
     def profile(self) -> HeadProfile:

@@ -54,6 +54,8 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         memo[id(self)] = copied
         shared_with_the_model = {"module": self.module, "base": self.base}
         for name, value in vars(self).items():
+            if name in ("pending", "unanswered") and value is not None:
+                value = tuple(tensor.detach() for tensor in value)
             setattr(copied, name, shared_with_the_model.get(name) or copy.deepcopy(value, memo))
         copied.number = number_of(copied)
         return copied
@@ -101,7 +103,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
     def hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Hold new keys and values; returns everything held."""
         self._check_new(key_states)
-        keys, values = key_states.detach(), value_states.detach()
+        keys, values = key_states, value_states
         self.unanswered = self.pending
         if self.pending is not None:
             keys = torch.cat([self.pending[0], keys], 2)
@@ -233,7 +235,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         if not step.padding_told:
             mask = self._padding_mask(query)  # an own loop that leaves padding to the cache
         out = base(module, query, keys, values, mask, **kwargs)
-        with self.changing():
+        with self.changing(), torch.no_grad():
             self.store(keys, values, query, step, attention_scale(query, kwargs))
             self.stored = step.lengths
         return out
@@ -248,7 +250,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.pending is not None and self.groups is not None
-        keys, values = self.pending
+        keys, values = (new.detach() for new in self.pending)
         stable, unstable = self.groups
         stats = self.shared.stats.current
         with self.changing():
@@ -356,6 +358,12 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
                     "its tokens with cache.crop(-n), or start over with cache.reset()."
                 )
             return step
+        table.check_completed(self.ordinal)
+        if self.columns and query.requires_grad and getattr(self.module(), "training", False):
+            raise ValueError(
+                "the model is in training mode, but no gradient flows into what this cache holds: "
+                "call model.eval() or use torch.no_grad(), or train without a cache"
+            )
         rows, _, new, key_dim = self.pending[0].shape
         keep, agrees, told = None, True, mask is not None
         if mask is not None:
@@ -377,7 +385,7 @@ class FlexiCacheLayer(Tiers, CacheLayerMixin):
         if shared.learner is not None and shared.learner.ready:
             shared.assign_learned()
         shared.budget.check(table.pages_needed(rows, new, keep), page_bytes)
-        step = table.enter(self.ordinal, rows, new, keep, decode, told)
+        step = table.enter(rows, new, keep, decode, told)
         shared.stats.open(new, decode)
         return step
 

@@ -105,30 +105,31 @@ class PageTable:
         """The step of the forward pass that `layer` is in, if an earlier layer has opened it."""
         return self.step if self.progress[layer] + 1 == self.forwards else None
 
-    def enter(
-        self,
-        layer: int,
-        rows: int,
-        columns: int,
-        keep: Tensor | None,
-        decode: bool,
-        padding_told: bool = True,
-    ) -> Step:
-        """Open the step of a new forward pass; its first layer does.
-
-        Args:
-            layer: which tiered layer it is.
-            rows: batch size B of this forward.
-            columns: new columns q.
-            keep: `[B, q]` bool on the CPU, False for padding; None keeps all.
-            decode, padding_told: see `Step`.
-        """
+    def check_completed(self, layer: int) -> None:
+        """Raises InterruptedForward, before `layer` begins one, if the last forward did not end."""
         if any(done != self.forwards for done in self.progress):
             raise InterruptedForward(
                 f"layer {layer} begins forward {self.forwards + 1}, but an earlier one stopped "
                 f"midway (forwards completed per layer: {self.progress}). Take back its tokens "
                 "with cache.crop(-n), or start over with cache.reset()."
             )
+
+    def enter(
+        self,
+        rows: int,
+        columns: int,
+        keep: Tensor | None,
+        decode: bool,
+        padding_told: bool = True,
+    ) -> Step:
+        """Open the step of a new forward pass; its first layer does, after `check_completed`.
+
+        Args:
+            rows: batch size B of this forward.
+            columns: new columns q.
+            keep: `[B, q]` bool on the CPU, False for padding; None keeps all.
+            decode, padding_told: see `Step`.
+        """
         if not self.pages:
             self.pages = [[] for _ in range(rows)]
             self.padding = [[] for _ in range(rows)]

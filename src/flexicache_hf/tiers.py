@@ -284,6 +284,17 @@ class Tiers:
         assert store is not None
         return store.values.shape[-1]
 
+    def everything(self) -> tuple[Tensor | None, Tensor | None]:
+        """All keys and values `[B, H_kv, C, D]` from both tiers, zero where padding was."""
+        store = self.stable.working_set if self.stable is not None else self.unstable
+        if store is None or self.groups is None:
+            return None, None
+        shape = self.rows, sum(map(len, self.groups)), 0
+        keys, values = (
+            pool.new_empty(*shape, pool.shape[-1]) for pool in (store.keys, store.values)
+        )
+        return self.history(self.stored, self.columns, keys, values)
+
     def like(self, pool: str) -> Tensor | None:
         """Shape and dtype of all `keys` or `values` stored, without them."""
         store = self.stable.working_set if self.stable is not None else self.unstable

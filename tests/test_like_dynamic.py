@@ -1,0 +1,128 @@
+"""What code asks of a cache besides generating: its answers are DynamicCache's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, build, tiered_heads
+from helpers import cache_argument, decode, flexicache, forward, generate, random_ids, tiny_llama
+from mirror import DenseTwin
+from transformers import DynamicCache
+
+from flexicache_hf import FlexiCacheDynamicCache
+
+PROPERTIES = [
+    "is_initialized",
+    "is_compileable",
+    "is_sliding",
+    "is_linear",
+    "is_dummy",
+    "is_croppable",
+    "__len__",
+    "get_seq_length",
+    "get_max_length",
+]
+
+
+def answers(cache) -> dict[str, object]:
+    found = {}
+    for name in PROPERTIES:
+        if hasattr(DynamicCache, name):  # some versions have less
+            answer = getattr(cache, name)
+            found[name] = answer() if callable(answer) else answer
+    for layer in range(len(cache)):
+        try:
+            found[f"mask sizes {layer}"] = cache.get_mask_sizes(3, layer)
+        except (AttributeError, ValueError) as error:  # of layers without keys
+            found[f"mask sizes {layer}"] = type(error)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_answers(family):
+    model = copy.deepcopy(build(family))
+    cache = flexicache(model, *tiered_heads(model)[::2], token_budget=32)
+    dense = DenseTwin(model.config)
+    changes = [
+        lambda each: None,
+        lambda each: forward(model, each, random_ids(2, 61)),
+        lambda each: decode(model, each, random_ids(2, 1), 2),
+        lambda each: each.batch_select_indices(torch.tensor([1])),
+        lambda each: each.reset(),
+    ]
+    for change in changes:
+        change(cache), change(dense)
+        assert answers(cache) == answers(dense)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_everything_it_holds_becomes_a_dense_cache(family):
+    """Its layers, in turn, as DynamicCache takes them; nothing was dropped."""
+    model, tokens = copy.deepcopy(build(family)), random_ids(2, 30, seed=2)
+    sizes = {"token_budget": 16, "page_size": 4}
+    cache, dense = flexicache(model, *tiered_heads(model)[::2], **sizes), DenseTwin(model.config)
+    for each in (cache, dense):
+        forward(model, each, random_ids(2, 61))
+    for (keys, values, window), other in zip(cache, dense, strict=True):
+        assert torch.equal(keys, other[0])
+        assert torch.equal(values, other[1])
+        assert window is other[2] is None or torch.equal(window, other[2])
+    if family != "llama":
+        return  # DynamicCache's sliding layers lose count of what they no longer hold
+    decode(model, cache, tokens[:, :1], 20, None, tokens[:, 1:])
+    copied = DynamicCache(ddp_cache_data=cache, config=model.config)
+    assert copied.get_seq_length() == cache.get_seq_length() == 82
+    turn = random_ids(2, 5, seed=3)  # dense for both
+    assert torch.equal(forward(model, cache, turn), forward(model, copied, turn))
+
+
+def test_attention_weights():
+    """Sparse steps have none: they would be of other tokens in every head."""
+    model = copy.deepcopy(tiny_llama())
+    model.set_attn_implementation("eager")
+    ids, kwargs = random_ids(1, 60), {"output_attentions": True}
+    expected = generate(model, DynamicCache(config=model.config), ids, 4, **kwargs).attentions
+    found = generate(model, flexicache(model, (0, 0), token_budget=256), ids, 4, **kwargs)
+    for step, other in zip(found.attentions, expected, strict=True):
+        assert all(map(torch.equal, step, other))
+    sparse = flexicache(model, (0, 0), token_budget=16, page_size=4)
+    prompt, *steps = generate(model, sparse, ids, 4, **kwargs).attentions
+    assert all(map(torch.equal, prompt, expected[0]))
+    assert not any(weights is not None for step in steps for weights in step)
+
+
+def gradients(model, cache, embeddings, parts) -> list[torch.Tensor]:
+    """Of the sum of the logits of every part's forward, with respect to the embeddings."""
+    found = []
+    for part in parts:
+        new = embeddings[:, part].detach().requires_grad_()
+        model(inputs_embeds=new, **{cache_argument(model): cache}).logits.sum().backward()
+        found.append(new.grad)
+    return found
+
+
+def test_gradients_of_a_prompt_flow():
+    model = copy.deepcopy(tiny_llama())
+    embeddings = model.get_input_embeddings()(random_ids(1, 40))
+    cache = flexicache(model, (0, 0), token_budget=16, page_size=4)
+    for each in (model.eval(), model.train()):
+        (found,) = gradients(each, cache, embeddings, [slice(None)])
+        (expected,) = gradients(each, DynamicCache(config=model.config), embeddings, [slice(None)])
+        assert torch.equal(found, expected)
+        cache.reset()
+
+
+def test_training_through_what_is_cached_is_refused():
+    """There is no gradient into it; without one, or to evaluate, the same forward is fine."""
+    model = copy.deepcopy(tiny_llama()).train()
+    embeddings = model.get_input_embeddings()(random_ids(1, 40))
+    cache = FlexiCacheDynamicCache(model, "auto", token_budget=256)
+    with pytest.raises(ValueError, match="training mode"):
+        gradients(model, cache, embeddings, [slice(0, 30), slice(30, 40)])
+    assert cache.get_seq_length() == 30
+    gradients(model.eval(), cache, embeddings, [slice(30, 40)])
+    copy.deepcopy(cache)
+    forward(model.train(), cache, random_ids(1, 1))
+    assert cache.get_seq_length() == 41
