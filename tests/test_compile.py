@@ -58,7 +58,7 @@ def test_a_generation_is_one_graph_without_breaks(family, sizes):
 def test_sliding_layers_sinks_and_shared_keys_still_run(family):
     model, pairs = copy.deepcopy(build(family)), tiered_heads(build(family))[::2]
     if family == "gemma3n" and cache_argument(model) != "cache":
-        pytest.skip("before transformers 5.24 the compiler loses the mark on keys that are shared")
+        pytest.skip("before transformers 5.24 shared keys leave a graph, and lose their mark")
     ids, tokens = random_ids(1, 60), random_ids(1, 10, seed=3)
     expected = decode(model, flexicache(model, *pairs, **SMALL), ids, 10, None, tokens)
     cache = flexicache(model, *pairs, **SMALL)

@@ -10,8 +10,9 @@ from .errors import (
     InterruptedForward,
 )
 from .host import HostMemoryError
+from .memory import MemoryUsage
 from .profile import HeadProfile
-from .stats import CacheStats, MemoryUsage
+from .stats import CacheStats
 
 register()
 

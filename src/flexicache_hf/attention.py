@@ -20,7 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
 from .compiled import attend
-from .layer import BaseAttention, FlexiCacheLayer
+from .layer import FlexiCacheLayer
+from .layer_checks import check_unchanged
+from .tier_attention import BaseAttention
 
 NAMES = {
     "sdpa": "flexicache",
@@ -100,7 +102,7 @@ def _attention_over(
             place = layer.number, getattr(module, "layer_idx", layer.index) == layer.index
             out = attend(query, key, value, attention_mask, *place, scaling, softcap, sinks)
             return out, None
-        layer.check_unchanged(key, value)
+        check_unchanged(layer, key, value)
         return layer.attend(module, query, attention_mask, base, ignored, **kwargs)
 
     return flexicache_attention

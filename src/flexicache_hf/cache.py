@@ -13,21 +13,21 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import use_flexicache
 from .config import FlexiCacheConfig
-from .default_heads import default_unstable_heads
+from .default_heads import choose_profile
 from .errors import FlexiCacheWarning
 from .heads import kv_heads, tensor_parallel_rank
 from .host import HostBudget
 from .layer import FlexiCacheLayer
 from .learning import HeadLearner
+from .memory import MemoryUsage, memory_usage
 from .other_layers import cropped_layer
-from .pools import nbytes
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .shared import Shared
-from .stats import CacheStats, MemoryUsage
+from .stats import CacheStats
 from .support import check_supported, cross_layers, tiered_layers
 from .table import PageTable
-from .transfer import QueueFactory, TransferQueue, default_queue
+from .transfer import QueueFactory, QueuePerDevice
 
 
 class FlexiCacheDynamicCache(Cache):
@@ -89,7 +89,7 @@ class FlexiCacheDynamicCache(Cache):
             every = [(i, head) for i, count in zip(tiered, heads) for head in range(count)]
             chosen = HeadProfile.from_unstable_heads(model_config, every, rule="still learning")
         else:
-            chosen = _resolve_profile(profile, model_or_config, model_config, tiered)
+            chosen = choose_profile(profile, model_or_config, model_config, tiered)
         if tiered:
             use_flexicache(model_config)
 
@@ -101,7 +101,7 @@ class FlexiCacheDynamicCache(Cache):
             self._table,
             self._stats,
             HostBudget(self.config.host_memory_limit, list(zip(heads, unstable, strict=True))),
-            queue_factory or _QueuePerDevice(),
+            queue_factory or QueuePerDevice(),
             lambda: getattr(text, "_attn_implementation", None),
             chosen,
             tensor_parallel_rank(model_or_config),
@@ -152,34 +152,7 @@ class FlexiCacheDynamicCache(Cache):
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes on the device and on the host now, everything allocated counted."""
-        resident = working = metadata = tables = other = flight = host = dense = 0
-        for layer in self.layers:
-            if not isinstance(layer, FlexiCacheLayer):
-                held = [t for t in vars(layer).values() if isinstance(t, Tensor) and t.ndim == 4]
-                other += nbytes(*held)
-                dense += nbytes(*held)
-                continue
-            per_token = 0
-            if layer.pending is not None:
-                flight += nbytes(*layer.pending)
-            if layer.stable is not None:
-                slots = layer.stable.working_set
-                working += slots.page_bytes()
-                metadata += layer.stable.digest_bytes()
-                tables += slots.map_bytes()
-                host += layer.stable.host.nbytes()
-                per_token += _token_bytes(slots.keys) + _token_bytes(slots.values)
-            if layer.unstable is not None:
-                pools = layer.unstable
-                resident += pools.page_bytes()
-                metadata += pools.digest_bytes()
-                per_token += sum(
-                    pool.shape[1] * pool.shape[3] * pool.element_size()
-                    for pool in (pools.keys, pools.values)
-                )
-            dense += per_token * layer.rows * layer.columns
-        tables += self._table.nbytes()
-        return MemoryUsage(resident, working, metadata, tables, other, flight, host, dense)
+        return memory_usage(self.layers, self._table)
 
     # -- transformers' contract, for all layers together -----------------------------------------
 
@@ -420,44 +393,3 @@ class FlexiCacheDynamicCache(Cache):
                 self._prompt_ids = self._prompt_ids[list(rows)]
             for layer in self._tiered():
                 layer.select_rows(rows, copies)
-
-
-class _QueuePerDevice:
-    """Layers on one device share one queue."""
-
-    def __init__(self) -> None:
-        self.queues: dict[torch.device, TransferQueue] = {}
-
-    def __call__(self, device: torch.device) -> TransferQueue:
-        if device not in self.queues:
-            self.queues[device] = default_queue(device)
-        return self.queues[device]
-
-
-def _resolve_profile(
-    profile: HeadProfile | str | Path | None, model: Any, config: Any, tiered: list[int]
-) -> HeadProfile:
-    if isinstance(profile, HeadProfile):
-        found = profile
-    elif profile is not None:
-        found = HeadProfile.from_pretrained(profile)
-    elif (own := HeadProfile.for_model(model, hub=False)) is not None:
-        found = own
-    else:
-        text = config.get_text_config(decoder=True)
-        heads = max((kv_heads(text, index) for index in tiered), default=kv_heads(text))
-        pairs = default_unstable_heads(tiered, text.num_hidden_layers, heads)
-        if tiered:
-            warnings.warn(
-                "no head profile was given: the unstable heads are guessed from their place in the "
-                "stack (see default_unstable_heads). Measure them once: flexicache profile collect",
-                FlexiCacheWarning,
-                stacklevel=3,
-            )
-        return HeadProfile.from_unstable_heads(config, pairs, rule="middle of the stack")
-    found.check(config)
-    return found
-
-
-def _token_bytes(slots: Tensor) -> int:
-    return slots.shape[1] * slots.shape[3] * slots.element_size()

@@ -15,7 +15,7 @@ from transformers import DynamicCache, TextStreamer
 from .cache import FlexiCacheDynamicCache
 from .config import FlexiCacheConfig
 from .documents import reference_text
-from .stats import MemoryUsage
+from .memory import MemoryUsage
 from .versions import cache_argument
 
 DOCUMENT_TOKENS = 6000

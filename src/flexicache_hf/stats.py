@@ -1,4 +1,4 @@
-"""What the cache did and what it holds: counters per decode step, and bytes."""
+"""What the cache did: counters per forward, and in total."""
 
 from __future__ import annotations
 
@@ -66,49 +66,3 @@ class CacheStats:
 def _accumulate(into: StepStats, step: StepStats) -> None:
     for name, count in vars(step).items():
         setattr(into, name, getattr(into, name) + count)
-
-
-@dataclass(frozen=True)
-class MemoryUsage:
-    """Bytes allocated, slack included.
-
-    Attributes:
-        resident_pages: all pages of unstable heads, on the device.
-        working_set: slots of stable heads, on the device.
-        metadata: page digests of all heads, on the device.
-        tables: page table and slot maps, on the device.
-        other_layers: layers that are not tiered (sliding windows, ...), on the device.
-        in_flight: keys and values of a prompt that a layer holds until its attention is done.
-        host: host pages.
-        dense_equivalent: what transformers' DynamicCache would hold for the same tokens, padding
-            included.
-    """
-
-    resident_pages: int
-    working_set: int
-    metadata: int
-    tables: int
-    other_layers: int
-    in_flight: int
-    host: int
-    dense_equivalent: int
-
-    @property
-    def device(self) -> int:
-        """All device bytes."""
-        return (
-            self.resident_pages
-            + self.working_set
-            + self.metadata
-            + self.tables
-            + self.other_layers
-            + self.in_flight
-        )
-
-    @property
-    def device_fraction(self) -> float:
-        """Device bytes over the dense cache's."""
-        return self.device / self.dense_equivalent if self.dense_equivalent else 0.0
-
-    def to_dict(self) -> dict[str, int | float]:
-        return asdict(self) | {"device": self.device, "device_fraction": self.device_fraction}

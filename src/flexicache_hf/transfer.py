@@ -175,3 +175,15 @@ QueueFactory = Callable[[torch.device], TransferQueue]
 def default_queue(device: torch.device) -> TransferQueue:
     """The queue for pages of a layer on `device`."""
     return StreamQueue(device) if device.type == "cuda" else SyncQueue()
+
+
+class QueuePerDevice:
+    """Layers on one device share one queue."""
+
+    def __init__(self) -> None:
+        self.queues: dict[torch.device, TransferQueue] = {}
+
+    def __call__(self, device: torch.device) -> TransferQueue:
+        if device not in self.queues:
+            self.queues[device] = default_queue(device)
+        return self.queues[device]
