@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from flexicache_hf.support import tiered_layers
+
 from .attention import LAYER, Attention
 from .growing import Growing
 from .ledger import Ledger
@@ -28,10 +30,8 @@ class MaskCache(DynamicCache):
     def __init__(self, config: Any, selector: Selector) -> None:
         super().__init__(config=config)
         self.ledger = Ledger()
-        self.layers = [
-            MaskLayer(index, selector, self.ledger) if type(layer) is DynamicLayer else layer
-            for index, layer in enumerate(self.layers)
-        ]
+        for index in tiered_layers(config.get_text_config(decoder=True), self.layers):
+            self.layers[index] = MaskLayer(index, selector, self.ledger)
 
     def replay(self, recorded: MaskCache) -> None:
         """Take over the prompt of `recorded`, whose states are its `Prompt`s."""
