@@ -79,6 +79,7 @@ class DenseTwin(DynamicCache):
 
     def batch_select_indices(self, indices):
         self.reorder_cache(indices)  # the one change of rows that linear layers know
+        self.rows = len(indices)
 
 
 class MirroredCache(FlexiCacheDynamicCache):
