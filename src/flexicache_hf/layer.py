@@ -218,9 +218,12 @@ class FlexiCacheLayer(TierAttention, CacheLayerMixin):
             shared.is_decode(new)
             and table.columns > 0
             and query.shape[2] == new
-            and agrees
             and kwargs.get("position_bias") is None
         )
+        if decode and not agrees:
+            decode = False
+            if table.columns > shared.config.token_budget:
+                shared.warn_dense()
         page_bytes = (
             shared.config.page_size
             * (key_dim + self.pending[1].shape[3])

@@ -44,6 +44,7 @@ class Shared:
     guarded: bool = False
     learner: HeadLearner | None = None
     page_bytes: int = 0  # of one page of one head, keys and values
+    warned: bool = False  # that decode steps are dense
 
     def assign_learned(self) -> None:
         """Take the learned profile, unless the host has no room for the stable heads' pages."""
@@ -65,6 +66,19 @@ class Shared:
             )
             return
         self.profile, self.budget = learned, budget
+
+    def warn_dense(self) -> None:
+        """Once, that a mask makes decode steps slow."""
+        if self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            "attention_mask is not the padding this cache was fed with: it hides cached tokens (as "
+            "after rows that ended early), has a bias, or differs between heads. Decode steps "
+            "under it are right, but attend to everything and fetch it from the host",
+            FlexiCacheWarning,
+            stacklevel=2,
+        )
 
     def is_decode(self, new: int) -> bool:
         """Whether a forward of `new` tokens is a decode step; asked once per forward."""
