@@ -243,6 +243,38 @@ def test_masks_that_say_more_than_padding_are_obeyed(kind, budget):
     assert cache.lengths == (64,)
 
 
+@pytest.mark.filterwarnings("ignore:attention_mask is not the padding")
+@pytest.mark.parametrize("given", ["model", "configuration"])
+@pytest.mark.parametrize("budget", [16, 256])
+def test_a_tree_of_candidates_is_no_padding(given, budget):
+    """Candidates that do not see each other are stored, and attend as the mask says."""
+    model = copy.deepcopy(tiny_llama())
+    what = model if given == "model" else model.config
+    sizes = {"token_budget": budget, "page_size": 4}
+    cache = FlexiCacheDynamicCache(what, profile_of(model, *PAIRS), **sizes)
+    cache.activate_past_recording()
+    dense, ids = DynamicCache(config=model.config), random_ids(1, 65)
+    for each in (cache, dense):
+        forward(model, each, ids[:, :60])
+    mask = torch.ones(1, 1, 5, 65, dtype=torch.bool)
+    mask[..., 60:] = torch.tensor(  # two branches of two after the first
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+    )
+    kwargs = {"attention_mask": mask, "position_ids": torch.tensor([[60, 61, 62, 61, 62]])}
+    with torch.no_grad():
+        found, expected = (
+            model(ids[:, 60:], **kwargs, **{cache_argument(model): each}).logits
+            for each in (cache, dense)
+        )
+    assert torch.equal(found, expected)
+    assert cache.lengths == (65,)
+    for each in (cache, dense):
+        each.crop(-2)
+    if given == "configuration" and budget == 16:
+        return  # takes the turn for candidates again, now plain ones
+    assert torch.equal(forward(model, cache, ids[:, :7]), forward(model, dense, ids[:, :7]))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reduction", get_args(GroupReduction))
 @pytest.mark.parametrize("digest", get_args(Digest))

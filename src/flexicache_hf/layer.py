@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .compiled import number_of
 from .errors import InterruptedForward
 from .layer_checks import check_mask, check_new, check_training
-from .padding import read_mask
+from .padding import is_causal, read_mask
 from .shared import Shared
 from .step import Step
 from .tier_attention import BaseAttention, TierAttention, attention_scale
@@ -220,7 +220,7 @@ class FlexiCacheLayer(TierAttention, CacheLayerMixin):
             and query.shape[2] == new
             and kwargs.get("position_bias") is None
         )
-        if decode and not agrees:
+        if decode and not (agrees and (mask is None or is_causal(mask, new))):
             decode = False
             if table.columns > shared.config.token_budget:
                 shared.warn_dense()
