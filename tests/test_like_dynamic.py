@@ -78,6 +78,19 @@ def test_everything_it_holds_becomes_a_dense_cache(family):
     assert torch.equal(forward(model, cache, turn), forward(model, copied, turn))
 
 
+def test_keys_cannot_be_set_from_outside():
+    """They lie in two tiers; what is shown is a shape."""
+    model = copy.deepcopy(tiny_llama())
+    cache = flexicache(model, (0, 0), token_budget=16, page_size=4)
+    assert cache.layers[0].keys is cache.layers[0].values is None
+    expected = forward(model, copy.deepcopy(cache), random_ids(1, 30))
+    for name in ("keys", "values"):
+        with pytest.raises(AttributeError, match=f"{name} of a tiered layer cannot be set"):
+            setattr(cache.layers[0], name, torch.zeros(1, 2, 3, 16))
+    assert torch.equal(forward(model, cache, random_ids(1, 30)), expected)
+    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 2, 30, 16)
+
+
 def test_attention_weights():
     """Sparse steps have none: they would be of other tokens in every head."""
     model = copy.deepcopy(tiny_llama())

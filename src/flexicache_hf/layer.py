@@ -109,8 +109,8 @@ class FlexiCacheLayer(TierAttention, CacheLayerMixin):
         return self.like("keys")
 
     @keys.setter
-    def keys(self, _: None) -> None:
-        """transformers' base class sets it when a layer is made."""
+    def keys(self, value: None) -> None:
+        _refuse_setting("keys", value)
 
     @property
     def values(self) -> Tensor | None:
@@ -118,8 +118,8 @@ class FlexiCacheLayer(TierAttention, CacheLayerMixin):
         return self.like("values")
 
     @values.setter
-    def values(self, _: None) -> None:
-        """As for keys."""
+    def values(self, value: None) -> None:
+        _refuse_setting("values", value)
 
     def get_seq_length(self) -> int:
         """Columns cached, padding included, as transformers counts."""
@@ -236,3 +236,12 @@ class FlexiCacheLayer(TierAttention, CacheLayerMixin):
         step = table.enter(rows, new, keep, decode, told)
         shared.stats.open(new, decode)
         return step
+
+
+def _refuse_setting(name: str, value: Any) -> None:
+    """transformers' base class sets None when a layer is made; nobody else may."""
+    if value is not None:
+        raise AttributeError(
+            f"{name} of a tiered layer cannot be set: they lie in pages on two devices. Change the "
+            "cache with crop(), batch_select_indices(), reorder_cache() or a forward"
+        )
