@@ -206,13 +206,14 @@ def test_continue_from_the_cache_when_sparse(model, tokenizer):
         ids = torch.cat([found.sequences, encode(tokenizer, [question])[0]], 1)
 
 
-@pytest.mark.parametrize("mode", ["prompt lookup", "draft model"])
+@pytest.mark.parametrize("mode", ["prompt lookup", "draft model", "early exit"])
 def test_assisted(model, tokenizer, mode):
     ids, _ = encode(tokenizer, [STORY + STORY])
     draft = copy.deepcopy(model)
     kwargs = {
         "prompt lookup": {"prompt_lookup_num_tokens": 4},
         "draft model": {"assistant_model": draft},
+        "early exit": {"assistant_early_exit": 20},  # layers
     }[mode]
     found = generate(model, ours(model, COVERED), ids, **kwargs)
     assert_equal(found, generate(model, dense(model), ids, **kwargs))
