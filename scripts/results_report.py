@@ -27,30 +27,34 @@ Row = dict[str, Any]
 
 def write(results: Path, out: Path) -> Path:
     """Writes reports, CSV files and plots, and fills the marked places of `out`/README.md, which is
-    returned.
+    returned. Of results without the main table, a later run of other parts, only those are filled.
 
     Raises:
-        FileNotFoundError: `results` has no main table, or `out` no README.md.
+        FileNotFoundError: `results` is empty, or `out` has no README.md.
     """
     readme = out / "README.md"
     text = readme.read_text(encoding="utf-8")
     out.mkdir(parents=True, exist_ok=True)
     folders = [f for f in ("main", "long", "answers") if any((results / f).glob("*/*/*.jsonl"))]
+    if not folders:
+        raise FileNotFoundError(f"no results in {results}: expected a folder that `run` wrote")
     for name in folders:
         write_report([results / name], out / name, RESAMPLES)
-    every, parts = load([results / "main"]), {"settings": settings(results)}
-    judged = verdicts(every)
-    write_csv(flat(judged), out / "targets.csv")
-    parts["targets"] = show_verdicts(judged)
-    for name, tasks in (("methods", None), ("longtasks", LONG)):
-        table = against_all(every, MASK_FORM, tasks)
-        write_csv(flat(table), out / f"{name}.csv")
-        parts[name] = show(table)
+    parts: dict[str, str] = {}
+    if whole := "main" in folders:
+        every = load([results / "main"])
+        judged = verdicts(every)
+        write_csv(flat(judged), out / "targets.csv")
+        parts |= {"settings": settings(results), "targets": show_verdicts(judged)}
+        for name, tasks in (("methods", None), ("longtasks", LONG)):
+            table = against_all(every, MASK_FORM, tasks)
+            write_csv(flat(table), out / f"{name}.csv")
+            parts[name] = show(table)
     if "long" in folders:
         table = against_all(load([results / "long"]), MASK_FORM, None)
         write_csv(flat(table), out / "long.csv")
         parts["long"] = show(table)
-    if any((results / "ablations").glob("*/*/*.jsonl")):
+    if whole and any((results / "ablations").glob("*/*/*.jsonl")):
         # On the rows that both have: the main table is also of LongBench.
         table = ablations(load([results / "main", results / "ablations"]), None)
         write_csv(flat(table), out / "ablations.csv")
@@ -58,7 +62,14 @@ def write(results: Path, out: Path) -> Path:
         parts["ablations"] = show(table)
     if "answers" in folders:
         parts["answers"] = answers(results / "answers")
-    filled = MARK.sub(lambda m: f"{m[1]}{parts.get(m[2], 'not run' + chr(10))}{m[3]}", text)
+
+    def fill(place: re.Match[str]) -> str:
+        begin, name, end = place.groups()
+        if name not in parts and not whole:
+            return place[0]
+        return f"{begin}{parts.get(name, 'not run' + chr(10))}{end}"
+
+    filled = MARK.sub(fill, text)
     readme.write_text(filled, encoding="utf-8")
     return readme
 

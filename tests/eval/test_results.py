@@ -6,6 +6,8 @@ import csv
 import importlib
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -144,6 +146,22 @@ def test_a_second_report_changes_nothing(results, written):
     before = (written / "README.md").read_text()
     write(results, written)
     assert (written / "README.md").read_text() == before
+
+
+def test_a_later_run_of_one_part_fills_only_that(results, written, tmp_path):
+    from results_report import write
+
+    some, out = tmp_path / "results", tmp_path / "docs"
+    shutil.copytree(results / "long", some / "long")
+    out.mkdir()
+    (out / "README.md").write_text(README)
+    write(some, out)
+    text, whole = (out / "README.md").read_text(), (written / "README.md").read_text()
+    place = re.compile("<!-- begin (\\w+) -->\n(.*?)<!-- end ", re.DOTALL)
+    found, expected, empty = (dict(place.findall(each)) for each in (text, whole, README))
+    assert found == empty | {"long": expected["long"]}
+    with pytest.raises(FileNotFoundError, match="no results in"):
+        write(tmp_path / "nothing", out)
 
 
 def test_verdicts_are_the_means_of_the_rows(results, written):
