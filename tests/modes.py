@@ -57,7 +57,8 @@ def with_embeddings(model: Any, cache: Any) -> list[Tensor]:
 def several_turns(model: Any, cache: Any) -> list[Tensor]:
     ids, found = random_ids(2, LENGTH), []
     for turn in range(2):
-        found += generate(model, cache, ids, 6)
+        mask = torch.ones_like(ids)  # an answer may hold the padding token
+        found += generate(model, cache, ids, 6, attention_mask=mask)
         ids = torch.cat([found[-7], random_ids(2, 5, seed=turn)], 1)
     return found
 
