@@ -41,17 +41,24 @@ def _sdpa(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    queries, keys = query.shape[2], key.shape[2]
-    # No mask means causal. Some models (Gemma 4) ask with a prompt's last few tokens only, and only
-    # under the name "sdpa" know that it would then count from the first key instead of the last.
-    causal = kwargs.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    if mask is None and causal and 1 < queries < keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(keys - queries)[None, None]
+    # No mask means causal, counted from the first token. Layers that share keys (of Gemma 4) ask
+    # with a prompt's last few tokens only, and the model minds that under the name "sdpa" alone.
+    if mask is None and getattr(module, "is_kv_shared_layer", False):
+        mask = _mask_of_last(query.shape[2], key.shape[2], kwargs.get("position_ids"), key.device)
     out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     return out
+
+
+def _mask_of_last(
+    queries: int, keys: int, positions: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Causal mask `[1, 1, q, K]` of a prompt's last queries; None if they are all it has, or see
+    everything. A static cache has more keys than the prompt's."""
+    tokens = positions.shape[-1] if positions is not None else queries
+    if queries == tokens or (queries == 1 and tokens == keys):
+        return None
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(tokens - queries)
+    return visible[None, None]
 
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
