@@ -230,6 +230,8 @@ def outcome(name: str, make: Callable[[str], Any] = decoder) -> str:
         text, same = (each.config.get_text_config(decoder=True) for each in (model, plain))
         assert text._attn_implementation == same._attn_implementation
         return "passed through"
+    other = decode(model, t.DynamicCache(config=plain.config), ids, 2, None, tokens)
+    assert torch.equal(other, expected[:3]), "another cache of a model used with ours"
     with Mirrored(model, 1e-3) as mirror:
         decode(model, small, ids, 12, None, tokens)
     assert mirror.sparse == 12
