@@ -7,11 +7,20 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, build, tiered_heads
-from helpers import cache_argument, decode, flexicache, forward, generate, random_ids, tiny_llama
+from helpers import (
+    cache_argument,
+    decode,
+    flexicache,
+    forward,
+    generate,
+    profile_of,
+    random_ids,
+    tiny_llama,
+)
 from mirror import DenseTwin
 from transformers import DynamicCache
 
-from flexicache_hf import FlexiCacheDynamicCache
+from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
 
 PROPERTIES = [
     "is_initialized",
@@ -156,3 +165,28 @@ def test_training_through_what_is_cached_is_refused():
     copy.deepcopy(cache)
     forward(model.train(), cache, random_ids(1, 1))
     assert cache.get_seq_length() == 41
+
+
+@pytest.mark.parametrize("profile", ["auto", "measured"])
+def test_a_loop_with_gradients_on_is_the_same_and_keeps_no_graph(profile):
+    model = copy.deepcopy(tiny_llama())
+    config = FlexiCacheConfig(token_budget=32, page_size=4, rerank_interval=4, auto_windows=2)
+    chosen = "auto" if profile == "auto" else profile_of(model, (0, 0))
+    found = []
+    for on in (False, True):
+        cache, logits = FlexiCacheDynamicCache(model, chosen, config=config), []
+        with torch.set_grad_enabled(on):
+            new = random_ids(2, 60)
+            for _ in range(60):
+                out = model(new, **{cache_argument(model): cache}).logits[:, -1]
+                new = out.argmax(-1)[:, None]
+                logits.append(out.detach())
+        del out
+        found.append(torch.stack(logits))
+        stores = [store for layer in cache.layers for store in (layer.stable, layer.unstable)]
+        held = [t for store in stores if store is not None for t in vars(store).values()]
+        held += [t for layer in cache.layers for t in vars(layer.stable.working_set).values()]
+        assert not any(t.requires_grad for t in held if torch.is_tensor(t))
+        copy.deepcopy(cache)
+    assert cache.stats().total.promoted > 0
+    assert torch.equal(*found)
