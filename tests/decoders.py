@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import transformers as t
+from families import BASE, VISION
 from helpers import decode, random_ids
 from mirror import DenseTwin, Mirrored, MirroredCache
-from modes import MODES
+from modes import COVERED, MODES, SPARSE
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -30,20 +31,10 @@ DECODERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 MOST_PARAMETERS = 60_000_000
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
+SIZES: dict[str, Any] = BASE | {
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_size": 64,
-    "intermediate_size": 48,
+    "is_decoder": True,
     "sliding_window": 24,
     "attention_chunk_size": 32,
     # names of older models
@@ -115,14 +106,7 @@ LAYERS = {  # where nothing is said by default
 ABSENT = ("sliding_window", "attention_chunk_size", "kv_lora_rank", "q_lora_rank", "rotary_dim")
 """What a model has only if its configuration says so by itself."""
 
-
-PARTS: dict[str, Any] = {  # of the parts that see or hear
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
+PARTS: dict[str, Any] = VISION | {  # of the parts that see or hear
     "depth": 1,
     "num_heads": 2,
     "embed_dim": 32,
@@ -208,15 +192,15 @@ def outcome(name: str, make: Callable[[str], Any] = decoder) -> str:
         model = make(name)
         plain = copy.deepcopy(model)
         expected = decode(plain, t.DynamicCache(config=plain.config), ids, 12, None, tokens)
-        if expected.isnan().any():
-            raise NotMade("its logits are not numbers")
     except Exception as error:
         raise NotMade(f"{type(error).__name__}: {error}") from error
+    if expected.isnan().any():
+        raise NotMade("its logits are not numbers")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FlexiCacheWarning)
-            cache = FlexiCacheDynamicCache(model, token_budget=1024)
-            small = MirroredCache(model, token_budget=32, page_size=4, rerank_interval=4)
+            cache = FlexiCacheDynamicCache(model, **COVERED)
+            small = MirroredCache(model, **SPARSE)
         found = decode(model, cache, ids, 12, None, tokens)
     except AttentionNotLinked:
         return "refused"
@@ -244,17 +228,15 @@ def modes(name: str) -> Iterator[tuple[str, str]]:
 
     A mode that DynamicCache cannot do either is left out.
     """
+    made = decoder(name)
     for mode, run in MODES.items():
-        plain = decoder(name)
+        plain = copy.deepcopy(made)
         try:
             expected = run(plain, DenseTwin(plain.config))
         except (ValueError, RuntimeError, AttributeError):
             continue
-        for kind, sizes in {
-            "covered": {"token_budget": 1024},
-            "sparse": {"token_budget": 32, "page_size": 4, "rerank_interval": 4},
-        }.items():
-            model, wrong = decoder(name), ""
+        for kind, sizes in {"covered": COVERED, "sparse": SPARSE}.items():
+            model, wrong = copy.deepcopy(made), ""
             cache = MirroredCache(model, **sizes)
             try:
                 with Mirrored(model, 0.0 if kind == "covered" else 1e-3) as mirror:

@@ -26,6 +26,14 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRID = {"num_hidden_layers": 4, "sliding_window": 24}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2

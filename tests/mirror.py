@@ -116,8 +116,7 @@ class Mirrored:
 
     Attributes:
         tolerance: of logits, absolute and relative; 0 for bit for bit.
-        forwards, sparse: forwards compared, and those of them in which some layer saw less than
-            all.
+        sparse: forwards compared in which some layer saw less than all.
         most: the most layers that did so in one forward.
         calls: what every attention of the forward saw, in order; None for everything.
         twin: the same forward runs again, on the dense cache.
@@ -125,7 +124,7 @@ class Mirrored:
 
     def __init__(self, model: Any, tolerance: float) -> None:
         self.model, self.tolerance = model, tolerance
-        self.forwards = self.sparse = self.most = 0
+        self.sparse = self.most = 0
         self.calls: list[Tensor | None] = []
         self.twin = False
 
@@ -153,7 +152,6 @@ class Mirrored:
         cache = kwargs.get(name)
         if not isinstance(cache, MirroredCache):
             return
-        self.forwards += 1
         count = sum(seen is not None for seen in self.calls)
         self.sparse += count > 0
         self.most = max(self.most, count)

@@ -17,6 +17,8 @@ from torch import Tensor
 from flexicache_hf import FlexiCacheDynamicCache
 
 LENGTH, NEW = 61, 9  # tokens of a prompt, and after it
+COVERED = {"token_budget": 1024}  # more than any mode feeds
+SPARSE = {"token_budget": 32, "page_size": 4, "rerank_interval": 4}
 
 
 def generate(model: Any, cache: Any, ids: Tensor | None, new: int = NEW, **kwargs: Any):
@@ -75,9 +77,9 @@ def copied_prefix(model: Any, cache: Any) -> list[Tensor]:
 def rows_fanned_out(model: Any, cache: Any) -> list[Tensor]:
     found, tokens = [forward(model, cache, random_ids(2, LENGTH))], random_ids(4, 12, seed=3)
     cache.batch_repeat_interleave(2)
-    found += [forward(model, cache, tokens[:, i : i + 1]) for i in range(6)]
+    found.append(decode(model, cache, tokens[:, :1], 5, None, tokens[:, 1:6]))
     cache.batch_select_indices(torch.tensor([3, 0, 1]))
-    return found + [forward(model, cache, tokens[:3, i : i + 1]) for i in range(6, 12)]
+    return [*found, decode(model, cache, tokens[:3, 6:7], 5, None, tokens[:3, 7:])]
 
 
 def cropped(model: Any, cache: Any) -> list[Tensor]:
@@ -124,10 +126,8 @@ def own_loop_in_chunks(model: Any, cache: Any) -> list[Tensor]:
     for begin, end in ((0, 20), (20, 40), (40, LENGTH)):
         logits = forward(model, cache, ids[:, begin:end], mask[:, :end])
         found.append(logits[mask[:, end - 1].bool()])  # of padding they mean nothing
-    for i in range(8):
-        mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
-        found.append(forward(model, cache, tokens[:, i : i + 1], mask))
-    return found
+    mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+    return [*found, decode(model, cache, tokens[:, :1], 7, mask, tokens[:, 1:])]
 
 
 Mode = Callable[[Any, Any], list[Tensor]]

@@ -9,9 +9,10 @@ import sys
 import weakref
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import cache_argument, decode, flexicache, forward, profile_of, random_ids, tiny_llama
+from helpers import decode, flexicache, forward, profile_of, random_ids, tiny_llama
 from integrity import check_integrity
 from transformers import DynamicCache, StoppingCriteria
 
@@ -215,10 +216,7 @@ class StopAfter(StoppingCriteria):
 
 
 def generate(model, cache, ids, new=8, **kwargs):
-    kwargs |= {cache_argument(model): cache}
-    return model.generate(
-        ids, do_sample=False, max_new_tokens=new, pad_token_id=0, eos_token_id=None, **kwargs
-    )
+    return helpers.generate(model, cache, ids, new, **kwargs).sequences
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -14,13 +14,12 @@ import torch
 from families import FAMILIES, build, tiered_heads
 from helpers import profile_of
 from mirror import DenseTwin, Mirrored, MirroredCache
-from modes import MODES
+from modes import COVERED, MODES, SPARSE
 
 from flexicache_hf.layer import FlexiCacheLayer
 
-SPARSE = {"token_budget": 32, "page_size": 4, "rerank_interval": 4}
 KINDS = {
-    "covered": (2, {"token_budget": 1024}),
+    "covered": (2, COVERED),
     "sparse": (2, SPARSE),
     "all stable": (0, SPARSE),
     "all unstable": (1, SPARSE),

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import transformers as t
-from families import BASE, build, tiered_heads
+from families import BASE, VISION, build, tiered_heads
 from helpers import (
     cache_argument,
     decode,
@@ -30,14 +30,6 @@ from flexicache_hf import (
 from flexicache_hf.layer import FlexiCacheLayer
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "initializer_range": 0.2}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
 IMAGE = 96  # token that stands for a part of the image
 
 

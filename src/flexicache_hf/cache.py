@@ -123,7 +123,7 @@ class FlexiCacheDynamicCache(Cache):
         self._check_between_forwards()
         for layer in self.layers:
             if isinstance(layer, FlexiCacheLayer):
-                keys, values = layer.everything()
+                keys, values = layer.everything() or (None, None)
             else:
                 keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             yield keys, values, getattr(layer, "_sliding_window_tensor", None)

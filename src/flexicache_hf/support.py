@@ -28,10 +28,11 @@ def tiered_layers(text: Any, layers: list[Any]) -> list[int]:
     if any(map(_selects_by_itself, layers)):
         # such a model masks what it did not select only under transformers' own attention names
         return []
+    cross = cross_layers(text)
     return [
         index
         for index, layer in enumerate(layers)
-        if type(layer) is DynamicLayer and index not in cross_layers(text)
+        if type(layer) is DynamicLayer and index not in cross
     ]
 
 

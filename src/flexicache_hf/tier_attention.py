@@ -159,10 +159,9 @@ class TierAttention(Tiers):
             value_dim = self.value_dim()
             scaling = attention_scale(query, kwargs)
             return self._sparse(queries, step, scaling, kwargs, value_dim), None
-        like = query.new_empty(query.shape[0], sum(map(len, self.groups)), 0, query.shape[-1])
-        values = like.new_empty(*like.shape[:3], self.value_dim())
-        keys, values = self.history(step.lengths, self.columns, like, values)
-        return base(module, query, keys, values, mask, **kwargs)
+        held = self.everything()
+        assert held is not None
+        return base(module, query, *held, mask, **kwargs)
 
     def _rerank(self, rows: list[int], queries: Tensor, step: Step, scaling: float) -> None:
         assert self.stable is not None and self.groups is not None

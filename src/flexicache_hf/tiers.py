@@ -20,6 +20,7 @@ from .shared import Shared
 from .stable import StableHeads
 from .step import Step
 from .unstable import UnstableHeads
+from .working_set import WorkingSet
 
 
 @dataclass(frozen=True)
@@ -279,16 +280,20 @@ class Tiers:
             if store is not None
         )
 
+    def _any_tier(self) -> WorkingSet | UnstableHeads | None:
+        """Either tier, for what both have alike: dimensions, dtype and device."""
+        return self.stable.working_set if self.stable is not None else self.unstable
+
     def value_dim(self) -> int:
-        store = self.stable.working_set if self.stable is not None else self.unstable
+        store = self._any_tier()
         assert store is not None
         return store.values.shape[-1]
 
-    def everything(self) -> tuple[Tensor | None, Tensor | None]:
+    def everything(self) -> tuple[Tensor, Tensor] | None:
         """All keys and values `[B, H_kv, C, D]` from both tiers, zero where padding was."""
-        store = self.stable.working_set if self.stable is not None else self.unstable
+        store = self._any_tier()
         if store is None or self.groups is None:
-            return None, None
+            return None
         shape = self.rows, sum(map(len, self.groups)), 0
         keys, values = (
             pool.new_empty(*shape, pool.shape[-1]) for pool in (store.keys, store.values)
@@ -297,7 +302,7 @@ class Tiers:
 
     def like(self, pool: str) -> Tensor | None:
         """Shape and dtype of all `keys` or `values` stored, without them."""
-        store = self.stable.working_set if self.stable is not None else self.unstable
+        store = self._any_tier()
         if store is None or self.groups is None:
             return None
         shape = self.rows, sum(map(len, self.groups)), self.columns, getattr(store, pool).shape[-1]
