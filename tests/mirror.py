@@ -18,7 +18,7 @@ from transformers import AttentionInterface, DynamicCache
 from flexicache_hf import FlexiCacheDynamicCache
 from flexicache_hf.attention import NAMES
 from flexicache_hf.layer import FlexiCacheLayer
-from flexicache_hf.step import Step
+from flexicache_hf.pages.step import Step
 
 
 class ReportingLayer(FlexiCacheLayer):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexicache_hf.config import Digest, GroupReduction
-from flexicache_hf.digest import NAN_SCORE, page_digests, page_scores
+from flexicache_hf.pages.digest import NAN_SCORE, page_digests, page_scores
 
 KINDS = get_args(Digest)
 REDUCTIONS = get_args(GroupReduction)

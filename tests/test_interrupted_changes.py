@@ -15,7 +15,8 @@ from integrity import check_integrity
 from test_faults import AtLine, times_of_lines
 from transformers import DynamicCache
 
-from flexicache_hf import InterruptedChange, host, pools
+from flexicache_hf import InterruptedChange, host
+from flexicache_hf.pages import page_pool as pools
 
 SIZES = {"token_budget": 16, "page_size": 4, "rerank_interval": 3}
 CHANGES = {

@@ -21,12 +21,12 @@ from .layer import FlexiCacheLayer
 from .learning import HeadLearner
 from .memory import MemoryUsage, memory_usage
 from .other_layers import cropped_layer
+from .pages.page_table import PageTable
 from .profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .shared import Shared
 from .stats import CacheStats
 from .support import check_supported, cross_layers, tiered_layers
-from .table import PageTable
 from .transfer import QueueFactory, QueuePerDevice
 
 

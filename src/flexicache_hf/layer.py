@@ -19,8 +19,8 @@ from .compiled import number_of
 from .errors import InterruptedForward
 from .layer_checks import check_mask, check_new, check_training
 from .padding import is_causal, read_mask
+from .pages.step import Step
 from .shared import Shared
-from .step import Step
 from .tier_attention import BaseAttention, TierAttention, attention_scale
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from .config import FlexiCacheConfig
 from .default_heads import FRACTION
 from .heads import kv_heads
+from .pages.ranking import select_pages
+from .pages.step import Step
 from .profile import HeadProfile
-from .ranking import select_pages
 from .stability import WINDOW, StabilityVote, window_rco, window_stability
-from .step import Step
 
 
 def while_learning(config: FlexiCacheConfig) -> FlexiCacheConfig:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .layer import FlexiCacheLayer
-from .pools import nbytes
-from .table import PageTable
+from .pages.page_pool import nbytes
+from .pages.page_table import PageTable
 
 
 @dataclass(frozen=True)

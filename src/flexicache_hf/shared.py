@@ -10,9 +10,9 @@ from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
 from .host import HostBudget, HostMemoryError
 from .learning import HeadLearner
+from .pages.page_table import PageTable
 from .profile import HeadProfile
 from .stats import CacheStats
-from .table import PageTable
 from .transfer import QueueFactory
 
 

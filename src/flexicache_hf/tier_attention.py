@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ranking import is_due
-from .sparse_attention import attend_pages
-from .step import Step
+from .kernels.reference import attend_pages
+from .pages.ranking import is_due
+from .pages.step import Step
 from .tiers import Tiers
 from .unstable import UnstableHeads
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from .heads import held_heads
 from .host import HostPages
 from .learning import while_learning
+from .pages.step import Step
 from .profile import HeadProfile
 from .shared import Shared
 from .stable import StableHeads
-from .step import Step
 from .unstable import UnstableHeads
 from .working_set import WorkingSet
 

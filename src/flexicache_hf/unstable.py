@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .config import FlexiCacheConfig
-from .digest import page_digests, page_scores
-from .pools import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
-from .ranking import select_pages
-from .step import Step
-from .table import PageTable
-from .visibility import visible_tokens
+from .kernels.reference import visible_tokens
+from .pages.digest import page_digests, page_scores
+from .pages.page_pool import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
+from .pages.page_table import PageTable
+from .pages.ranking import select_pages
+from .pages.step import Step
 
 
 class UnstableHeads:

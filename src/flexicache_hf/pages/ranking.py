@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .config import FlexiCacheConfig
+from ..config import FlexiCacheConfig
 
 
 def select_pages(scores: Tensor, before: Sequence[int], config: FlexiCacheConfig) -> Tensor:

@@ -1,7 +1,12 @@
-"""Exact attention over the pages a head group attends to.
+"""What the kernels compute, in plain torch: exact attention over the pages a head group attends to.
 
-Query heads of a KV head (and query tokens, when several are verified at once) are packed as rows of
-one matrix, so keys and values are read once per KV head and never repeated.
+This form is the meaning; a kernel for the GPU is a faster way to the same numbers. Query heads of a
+KV head (and query tokens, when several are verified at once) are packed as rows of one matrix, so
+keys and values are read once per KV head and never repeated.
+
+In the common decode step (one new token, rows of equal length) the pages are laid out so that all
+valid tokens come first, and no mask exists. Everything else (rows of different length, several
+tokens verified at once) asks `visible_tokens` for one.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+NO_PAGE = -1
 
 
 def attend_pages(
@@ -52,3 +59,20 @@ def attend_pages(
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     weights = weights[..., : keys.shape[2]].to(values.dtype)
     return (weights @ values).unflatten(2, (group, tokens))
+
+
+def visible_tokens(pages: Tensor, queries: Tensor, page_size: int) -> Tensor:
+    """Causal visibility by token position.
+
+    Args:
+        pages: `[B, H, n]` page numbers within the row, `NO_PAGE` for holes.
+        queries: `[B, q]` positions of the query tokens within the row.
+
+    Returns:
+        `[B, H, q, n * P]` bool.
+    """
+    offsets = torch.arange(page_size, device=pages.device)
+    tokens = (pages[..., None] * page_size + offsets).flatten(-2)  # [B, H, n * P]
+    present = (pages != NO_PAGE).repeat_interleave(page_size, -1)
+    causal = tokens[:, :, None, :] <= queries[:, None, :, None]
+    return causal & present[:, :, None, :]

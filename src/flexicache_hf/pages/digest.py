@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .config import Digest, GroupReduction
+from ..config import Digest, GroupReduction
 
 SPREADS = 1.5
 """Standard deviations above the mean that `mean_spread` scores a page by; 1.5 to 2.5 are alike."""

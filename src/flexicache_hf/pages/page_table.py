@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .errors import InterruptedChange, InterruptedForward
+from ..errors import InterruptedChange, InterruptedForward
 from .step import Step
 
 
