@@ -10,7 +10,7 @@ from gpu_setup import Bench, Facts, dense, expect, forward, median, random_ids, 
 from torch import Tensor
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
-from flexicache_hf.transfer import BlockCopy, PageCopy, default_queue
+from flexicache_hf.tiers.transfer import BlockCopy, PageCopy, default_queue
 
 PEAK_LIMIT = 0.45  # of the dense cache, for 32 layers
 PAGE_BYTES = 4096  # of one page of one head, keys: 16 tokens, 128 dimensions, 2 bytes

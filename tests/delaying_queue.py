@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexicache_hf.transfer import Job
+from flexicache_hf.tiers.transfer import Job
 
 
 class DelayingQueue:

@@ -18,8 +18,8 @@ from transformers import DynamicCache, StoppingCriteria
 
 import flexicache_hf
 from flexicache_hf import FlexiCacheDynamicCache, InterruptedChange
-from flexicache_hf.transfer import SyncQueue
-from flexicache_hf.unstable import UnstableHeads
+from flexicache_hf.tiers.transfer import SyncQueue
+from flexicache_hf.tiers.unstable import UnstableHeads
 
 PACKAGE = str(Path(flexicache_hf.__file__).parent)
 PAIRS = [(0, 0), (1, 1)]

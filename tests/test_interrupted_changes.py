@@ -15,8 +15,9 @@ from integrity import check_integrity
 from test_faults import AtLine, times_of_lines
 from transformers import DynamicCache
 
-from flexicache_hf import InterruptedChange, host
+from flexicache_hf import InterruptedChange
 from flexicache_hf.pages import page_pool as pools
+from flexicache_hf.tiers import host_pages as host
 
 SIZES = {"token_budget": 16, "page_size": 4, "rerank_interval": 3}
 CHANGES = {

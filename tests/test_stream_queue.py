@@ -17,7 +17,7 @@ import torch
 from helpers import decode, flexicache, random_ids, tiny_llama
 
 from flexicache_hf import FlexiCacheConfig
-from flexicache_hf.transfer import BlockCopy, PageCopy, StreamQueue
+from flexicache_hf.tiers.transfer import BlockCopy, PageCopy, StreamQueue
 
 
 class Event:

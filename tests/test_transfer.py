@@ -10,8 +10,8 @@ from delaying_queue import DelayingQueue
 from helpers import decode, flexicache, forward, left_padding, random_ids, tiny_llama
 
 from flexicache_hf import FlexiCacheConfig
-from flexicache_hf.host import HostPages
-from flexicache_hf.transfer import BlockCopy, PageCopy, SyncQueue
+from flexicache_hf.tiers.host_pages import HostPages
+from flexicache_hf.tiers.transfer import BlockCopy, PageCopy, SyncQueue
 
 SMALL = {"token_budget": 32, "page_size": 4, "rerank_interval": 3}
 CONFIGS = {

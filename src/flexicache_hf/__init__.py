@@ -9,10 +9,10 @@ from .errors import (
     InterruptedChange,
     InterruptedForward,
 )
-from .host import HostMemoryError
 from .memory import MemoryUsage
 from .profile import HeadProfile
 from .stats import CacheStats
+from .tiers.host_pages import HostMemoryError
 
 register()
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 from .compiled import attend
 from .layer import FlexiCacheLayer
 from .layer_checks import check_unchanged
-from .tier_attention import BaseAttention
+from .tiers.attend import BaseAttention
 
 NAMES = {
     "sdpa": "flexicache",

@@ -16,7 +16,6 @@ from .config import FlexiCacheConfig
 from .default_heads import choose_profile
 from .errors import FlexiCacheWarning
 from .heads import kv_heads, tensor_parallel_rank
-from .host import HostBudget
 from .layer import FlexiCacheLayer
 from .learning import HeadLearner
 from .memory import MemoryUsage, memory_usage
@@ -27,7 +26,8 @@ from .prompt_guard import guard_prompts
 from .shared import Shared
 from .stats import CacheStats
 from .support import check_supported, cross_layers, tiered_layers
-from .transfer import QueueFactory, QueuePerDevice
+from .tiers.host_pages import HostBudget
+from .tiers.transfer import QueueFactory, QueuePerDevice
 
 
 class FlexiCacheDynamicCache(Cache):
@@ -43,7 +43,7 @@ class FlexiCacheDynamicCache(Cache):
             while generating (`learning.py`).
         token_budget, page_size, rerank_interval: see `FlexiCacheConfig`.
         config: all other choices; the three above then come from it unless they are given too.
-        queue_factory: how pages travel, see `flexicache_hf.transfer`; tests replace it.
+        queue_factory: how pages travel, see `flexicache_hf.tiers.transfer`; tests replace it.
 
     Raises:
         ValueError: a field is out of range, the profile is for another model, the model's attention

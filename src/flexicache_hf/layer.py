@@ -21,7 +21,7 @@ from .layer_checks import check_mask, check_new, check_training
 from .padding import is_causal, read_mask
 from .pages.step import Step
 from .shared import Shared
-from .tier_attention import BaseAttention, TierAttention, attention_scale
+from .tiers.attend import BaseAttention, TierAttention, attention_scale
 
 
 class FlexiCacheLayer(TierAttention, CacheLayerMixin):

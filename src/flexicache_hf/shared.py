@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
-from .host import HostBudget, HostMemoryError
 from .learning import HeadLearner
 from .pages.page_table import PageTable
 from .profile import HeadProfile
 from .stats import CacheStats
-from .transfer import QueueFactory
+from .tiers.host_pages import HostBudget, HostMemoryError
+from .tiers.transfer import QueueFactory
 
 
 @dataclass

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .heads import held_heads
-from .host import HostPages
-from .learning import while_learning
-from .pages.step import Step
-from .profile import HeadProfile
-from .shared import Shared
+from ..heads import held_heads
+from ..learning import while_learning
+from ..pages.step import Step
+from ..profile import HeadProfile
+from ..shared import Shared
+from .host_pages import HostPages
 from .stable import StableHeads
 from .unstable import UnstableHeads
 from .working_set import WorkingSet

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .config import FlexiCacheConfig
-from .host import HostPages
-from .pages.digest import page_digests, page_scores
-from .pages.page_pool import as_pages, grown, import_pages, nbytes, store_pages
-from .pages.page_table import PageTable
-from .pages.ranking import select_pages
-from .pages.step import Step
+from ..config import FlexiCacheConfig
+from ..pages.digest import page_digests, page_scores
+from ..pages.page_pool import as_pages, grown, import_pages, nbytes, store_pages
+from ..pages.page_table import PageTable
+from ..pages.ranking import select_pages
+from ..pages.step import Step
+from .host_pages import HostPages
 from .transfer import TransferQueue
 from .unstable import gather_digests, pool_rows
 from .working_set import WorkingSet

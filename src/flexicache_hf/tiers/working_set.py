@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels.reference import NO_PAGE, visible_tokens
-from .pages.page_pool import grown, nbytes
-from .pages.step import Step
+from ..kernels.reference import NO_PAGE, visible_tokens
+from ..pages.page_pool import grown, nbytes
+from ..pages.step import Step
 
 
 @dataclass(frozen=True)

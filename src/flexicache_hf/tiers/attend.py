@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.reference import attend_pages
-from .pages.ranking import is_due
-from .pages.step import Step
-from .tiers import Tiers
+from ..kernels.reference import attend_pages
+from ..pages.ranking import is_due
+from ..pages.step import Step
+from .layer_tiers import Tiers
 from .unstable import UnstableHeads
 
 BaseAttention = Callable[..., tuple[Tensor, Tensor | None]]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .config import FlexiCacheConfig
-from .kernels.reference import visible_tokens
-from .pages.digest import page_digests, page_scores
-from .pages.page_pool import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
-from .pages.page_table import PageTable
-from .pages.ranking import select_pages
-from .pages.step import Step
+from ..config import FlexiCacheConfig
+from ..kernels.reference import visible_tokens
+from ..pages.digest import page_digests, page_scores
+from ..pages.page_pool import as_pages, copy_pages, grown, import_pages, nbytes, store_pages
+from ..pages.page_table import PageTable
+from ..pages.ranking import select_pages
+from ..pages.step import Step
 
 
 class UnstableHeads:

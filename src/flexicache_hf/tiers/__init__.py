@@ -1,0 +1,1 @@
+"""Where the pages of a KV head live: on the device, or on the host with a working set."""
