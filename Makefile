@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 setup: $(STAMP)                 ## .venv, pinned packages, the embedded model
-	$(BIN)/python -m flexicache_hf.embedded
+	$(BIN)/python -m flexicache_hf.models.embedded
 
 demo: setup                     ## a real model answers about a 6,000-token document
 	$(BIN)/flexicache generate --compare-dense

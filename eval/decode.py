@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.versions import cache_argument
 
 CHUNK = 32  # tokens a forward, where a method takes several decode steps in one
 

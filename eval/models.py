@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexicache_hf.heads import kv_heads
+from flexicache_hf.models.kv_heads import kv_heads
 
 EMBEDDED, STAND_IN = "embedded", "stand-in:"
 
@@ -20,7 +20,7 @@ def load(name: str, dtype: str = "auto", device: str | None = None) -> tuple[Any
         model, tokenizer = tiny_model(name.removeprefix(STAND_IN)), byte_tokenizer()
         model.config._name_or_path = name
     elif name == EMBEDDED:
-        from flexicache_hf.embedded import load_model
+        from flexicache_hf.models.embedded import load_model
 
         model, tokenizer = load_model(**({} if dtype == "auto" else {"dtype": dtype}))
     else:

@@ -24,9 +24,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, FlexiCacheWarning
-from flexicache_hf.documents import reference_text
-from flexicache_hf.embedded import load_model
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.embedded import load_model, reference_text
+from flexicache_hf.models.versions import cache_argument
 
 CPU = Path("/proc/cpuinfo")
 

@@ -12,10 +12,11 @@ import torch
 from gpu_setup import Bench, Facts, decode, dense, expect, forward, random_ids, tiered
 from torch import Tensor
 
-from flexicache_hf import FlexiCacheConfig, embedded
+from flexicache_hf import FlexiCacheConfig
+from flexicache_hf.models import embedded
+from flexicache_hf.models.versions import cache_argument
 from flexicache_hf.tiers import stable, unstable
 from flexicache_hf.tiers.transfer import Job, StreamQueue, SyncQueue, default_queue
-from flexicache_hf.versions import cache_argument
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of logits over the largest logit, where kernels need not agree bitwise."""

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, HeadProfile
 from flexicache_hf.default_heads import default_unstable_heads
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.versions import cache_argument
 
 Facts = dict[str, Any]
 

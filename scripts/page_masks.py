@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.versions import cache_argument
 
 NAME = "flexicache_page_masks"
 PAGE, PERIOD = 16, 16

@@ -47,7 +47,7 @@ for version in "${versions[@]}"; do
     found=$("$venv/bin/python" -c 'import transformers, torch; print(transformers.__version__, "with torch", torch.__version__)')
     echo "== transformers $found"
     # the embedded model, for the tests that need it; without it they are skipped
-    "$venv/bin/python" -m flexicache_hf.embedded >/dev/null || echo "no embedded model"
+    "$venv/bin/python" -m flexicache_hf.models.embedded >/dev/null || echo "no embedded model"
     if "$venv/bin/python" -m pytest "${tests[@]}"; then
         results[$version]="passed ($found)"
     else

@@ -48,7 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexicache_hf
 from flexicache_hf import FlexiCacheDynamicCache, HeadProfile
-from flexicache_hf.embedded import MODEL_ID
+from flexicache_hf.models.embedded import MODEL_ID
 
 home = Path(flexicache_hf.__file__).resolve()
 assert home.is_relative_to(Path(sys.argv[1]).resolve()), f"imported {home}, not the wheel"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from flexicache_hf import embedded
+from flexicache_hf.models import embedded
 
 settings.register_profile(
     "default",

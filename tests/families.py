@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers as t
 
-from flexicache_hf.heads import kv_heads
-from flexicache_hf.support import tiered_layers
+from flexicache_hf.models.kv_heads import kv_heads
+from flexicache_hf.models.support import tiered_layers
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,

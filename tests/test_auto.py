@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, FlexiCacheWarning, HeadProfile
 from flexicache_hf.collect import CollectSettings, PageRecorder, recording
-from flexicache_hf.documents import reference_text
+from flexicache_hf.models.embedded import reference_text
 from flexicache_hf.stability import StabilityVote, overlap
 
 CONFIG = FlexiCacheConfig(token_budget=32, page_size=4, rerank_interval=4, auto_windows=3)

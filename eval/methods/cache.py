@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from flexicache_hf.support import tiered_layers
+from flexicache_hf.models.support import tiered_layers
 
 from .attention import LAYER, Attention
 from .growing import Growing

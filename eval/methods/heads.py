@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexicache_hf.heads import kv_heads
+from flexicache_hf.models.kv_heads import kv_heads
 
 TABLES = Path(__file__).parent / "tables"
 PROXIES = ("proxy-decay", "proxy-error")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.versions import cache_argument
 
 from .base import MaskSession, Method, Selector
 from .heads import TABLES, model_slug
@@ -150,7 +150,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model).eval()
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     else:
-        from flexicache_hf.embedded import load_model
+        from flexicache_hf.models.embedded import load_model
 
         model, tokenizer = load_model()
 

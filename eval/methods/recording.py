@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexicache_hf.versions import cache_argument
+from flexicache_hf.models.versions import cache_argument
 
 from .base import MaskSession, Method, Selector
 from .cache import MaskCache

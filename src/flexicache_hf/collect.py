@@ -21,11 +21,11 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .models.support import tiered_layers
+from .models.versions import cache_argument
 from .page_records import CollectSettings, Record, load_record, record_path, save_record
 from .profile import model_facts
-from .support import tiered_layers
 from .texts import Text, prompt_ids
-from .versions import cache_argument
 
 # attention implementation -> our name while recording (free of words transformers reacts to)
 WRAPPED = {

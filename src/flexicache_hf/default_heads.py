@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FlexiCacheWarning
-from .heads import kv_heads
+from .models.kv_heads import kv_heads
 from .profile import HeadProfile
 
 FRACTION = 0.25  # of all KV heads, as in the paper

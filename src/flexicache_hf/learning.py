@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .config import FlexiCacheConfig
 from .default_heads import FRACTION
-from .heads import kv_heads
+from .models.kv_heads import kv_heads
 from .pages.ranking import select_pages
 from .pages.step import Step
 from .profile import HeadProfile

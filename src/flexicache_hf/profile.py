@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .errors import FlexiCacheWarning
-from .heads import head_dim, kv_heads
+from .models.kv_heads import head_dim, kv_heads
 from .profile_fields import validate
 from .stability import WINDOW, Heads, StabilityVote, rank_heads
 

@@ -273,7 +273,7 @@ def _process(device: str | None) -> tuple[tuple[int, int], str]:
 
 def _load(name: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     if name is None:
-        from .embedded import load_model
+        from .models.embedded import load_model
 
         model, tokenizer = load_model(**({} if dtype == "auto" else {"dtype": dtype}))
     else:

@@ -40,7 +40,7 @@ def model_and_prompt(name: str) -> tuple[Any, Any]:
         from helpers import tiny_llama
 
         return tiny_llama(layers=3, kv_heads=2, group=3), random_ids(1, 300)
-    from flexicache_hf.embedded import load_model
+    from flexicache_hf.models.embedded import load_model
 
     model, tokenizer = load_model()
     text = " ".join(

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..heads import held_heads
 from ..learning import while_learning
+from ..models.kv_heads import held_heads
 from ..pages.step import Step
 from ..profile import HeadProfile
 from ..shared import Shared

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from .heads import layer_configs
+from .kv_heads import layer_configs
 
 INSTEAD = "use transformers' own cache for this model (leave the cache argument out)"
 
