@@ -13,8 +13,8 @@ from eval.paper import PaperModel, save_profile
 from eval.settings import Settings
 from eval.stand_in import tiny_model
 from eval.tasks.haystack import prose
-from flexicache_hf.default_heads import default_unstable_heads
 from flexicache_hf.models.kv_heads import kv_heads
+from flexicache_hf.profiles.default_rule import default_unstable_heads
 
 SCALE = 16  # budgets of a dry run are this much smaller
 

@@ -33,7 +33,7 @@ from page_masks import Variant, compare_variants
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, HeadProfile
 from flexicache_hf.models.embedded import load_model
 from flexicache_hf.models.versions import cache_argument
-from flexicache_hf.texts import data_dir, leval, prompt_ids, select
+from flexicache_hf.profiles.texts import data_dir, leval, prompt_ids, select
 
 
 def choices(profile: HeadProfile, draws: int, seed: str) -> dict[str, list[tuple[int, int]]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, HeadProfile
-from flexicache_hf.default_heads import default_unstable_heads
 from flexicache_hf.models.versions import cache_argument
+from flexicache_hf.profiles.default_rule import default_unstable_heads
 
 Facts = dict[str, Any]
 

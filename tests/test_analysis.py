@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig
 
 from flexicache_hf import HeadProfile
-from flexicache_hf.analysis import analyse, load_records
-from flexicache_hf.page_records import CollectSettings, Record, save_record
-from flexicache_hf.stability import StabilityVote
+from flexicache_hf.profiles.analysis import analyse, load_records
+from flexicache_hf.profiles.records import CollectSettings, Record, save_record
+from flexicache_hf.profiles.stability import StabilityVote
 
 LAYERS, HEADS, TOP_K, STEPS, PAGES = 4, 4, 6, 64, 40
 PLANTED = ((0, 3), (1, 1), (2, 0), (2, 2))

@@ -11,9 +11,9 @@ from helpers import decode, flexicache, forward, left_padding, random_ids, tiny_
 from transformers import DynamicCache
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache, FlexiCacheWarning, HeadProfile
-from flexicache_hf.collect import CollectSettings, PageRecorder, recording
 from flexicache_hf.models.embedded import reference_text
-from flexicache_hf.stability import StabilityVote, overlap
+from flexicache_hf.profiles.collect import CollectSettings, PageRecorder, recording
+from flexicache_hf.profiles.stability import StabilityVote, overlap
 
 CONFIG = FlexiCacheConfig(token_budget=32, page_size=4, rerank_interval=4, auto_windows=3)
 EVERY = [(layer, head) for layer in range(3) for head in range(4)]

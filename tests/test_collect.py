@@ -16,17 +16,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flexicache_hf import collect as module
 from flexicache_hf.attention import use_flexicache
-from flexicache_hf.collect import (
+from flexicache_hf.profiles import collect as module
+from flexicache_hf.profiles.collect import (
     PageRecorder,
     collect,
     rank_pages,
     record_generation,
     recording,
 )
-from flexicache_hf.page_records import CollectSettings, load_record, save_record
-from flexicache_hf.texts import Text
+from flexicache_hf.profiles.records import CollectSettings, load_record, save_record
+from flexicache_hf.profiles.texts import Text
 
 SIZES = {
     "vocab_size": 64,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlavaConfig
 
 from flexicache_hf.errors import FlexiCacheWarning
-from flexicache_hf.profile import FILE_NAME, SCHEMA, HeadProfile
-from flexicache_hf.reference_lists import import_reference_list
-from flexicache_hf.texts import data_dir
+from flexicache_hf.profiles.profile import FILE_NAME, SCHEMA, HeadProfile
+from flexicache_hf.profiles.published_lists import import_reference_list
+from flexicache_hf.profiles.texts import data_dir
 
 STABILITY = ((0.9, 0.1, 0.8), (0.7, 0.6, 0.2))
 VOTES = ((0, 5, 0), (0, 1, 4))

@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flexicache_hf.page_records import load_record
-from flexicache_hf.profile import HeadProfile
 from flexicache_hf.profile_cli import add_parser, main
+from flexicache_hf.profiles.profile import HeadProfile
+from flexicache_hf.profiles.records import load_record
 
 WORDS = {"<unk>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 64)}}
 

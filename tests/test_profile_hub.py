@@ -11,7 +11,7 @@ from hub_server import HubServer, Repository
 from transformers import LlamaConfig
 
 from flexicache_hf import FlexiCacheDynamicCache
-from flexicache_hf.profile import FILE_NAME, HeadProfile
+from flexicache_hf.profiles.profile import FILE_NAME, HeadProfile
 
 REPO = "someone/small-head-profile"
 
@@ -47,7 +47,7 @@ def config(**changes):
 
 WORKER = """
 import contextlib, io, json, os, sys
-from flexicache_hf.profile import HeadProfile
+from flexicache_hf import HeadProfile
 for line in sys.stdin:
     request, out = json.loads(line), io.StringIO()
     os.environ.update(request["environment"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexicache_hf.stability import (
+from flexicache_hf.profiles.stability import (
     StabilityVote,
     offset_curves,
     overlap,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from flexicache_hf import HeadProfile
-from flexicache_hf.default_heads import default_unstable_heads
 from flexicache_hf.models.kv_heads import kv_heads
+from flexicache_hf.profiles.default_rule import default_unstable_heads
 
 Choice = Literal["profile", "none", "all", "random", "most-stable", "rule"]
 CHOICES = ("profile", "none", "all", "random", "most-stable", "rule")

@@ -10,7 +10,7 @@ from .errors import (
     InterruptedForward,
 )
 from .memory import MemoryUsage
-from .profile import HeadProfile
+from .profiles.profile import HeadProfile
 from .stats import CacheStats
 from .tiers.host_pages import HostMemoryError
 

@@ -13,16 +13,16 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import use_flexicache
 from .config import FlexiCacheConfig
-from .default_heads import choose_profile
 from .errors import FlexiCacheWarning
 from .layer import FlexiCacheLayer
-from .learning import HeadLearner
 from .memory import MemoryUsage, memory_usage
 from .models.kv_heads import kv_heads, tensor_parallel_rank
 from .models.support import check_supported, cross_layers, tiered_layers
 from .other_layers import cropped_layer
 from .pages.page_table import PageTable
-from .profile import HeadProfile
+from .profiles.default_rule import choose_profile
+from .profiles.learning import HeadLearner
+from .profiles.profile import HeadProfile
 from .prompt_guard import guard_prompts
 from .shared import Shared
 from .stats import CacheStats

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analysis import Analysis
-    from .collect import Progress
-    from .texts import Text
+    from .profiles.analysis import Analysis
+    from .profiles.collect import Progress
+    from .profiles.texts import Text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,9 +94,9 @@ def _add_analyse(commands: Any) -> None:
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    from .collect import collect
-    from .page_records import CollectSettings
-    from .texts import dataset, leval, longbench, own_prompts, select
+    from .profiles.collect import collect
+    from .profiles.records import CollectSettings
+    from .profiles.texts import dataset, leval, longbench, own_prompts, select
 
     share, device = _process(args.device)
     model, tokenizer = _load(args.model, args.dtype, device)
@@ -140,8 +140,8 @@ def run_collect(args: argparse.Namespace) -> int:
 
 
 def run_analyse(args: argparse.Namespace) -> int:
-    from .analysis import analyse, load_records
-    from .plots import offset_plot, overlap_plot, stability_map
+    from .profiles.analysis import analyse, load_records
+    from .profiles.plots import offset_plot, overlap_plot, stability_map
 
     records = load_records(args.records)
     options = {
@@ -168,8 +168,8 @@ def run_analyse(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    from .model_card import facts_table, heads_table
-    from .profile import HeadProfile
+    from .profiles.card import facts_table, heads_table
+    from .profiles.profile import HeadProfile
 
     found = None
     if args.revision is None and not Path(args.source).exists():
@@ -183,7 +183,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_push(args: argparse.Namespace) -> int:
-    from .profile import HeadProfile
+    from .profiles.profile import HeadProfile
 
     profile = HeadProfile.from_pretrained(args.source)
     print(profile.push_to_hub(args.repo_id, private=args.private, revision=args.revision))
@@ -193,7 +193,7 @@ def run_push(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
-    from .reference_lists import import_reference_list
+    from .profiles.published_lists import import_reference_list
 
     config = AutoConfig.from_pretrained(args.config or args.model_id)
     profile = import_reference_list(
@@ -231,7 +231,7 @@ def _figures(result: Analysis) -> dict[str, Any]:
 
 
 def _report(results: dict[int, Analysis], top_k: int) -> str:
-    from .model_card import facts_table, heads_table, overlap_table
+    from .profiles.card import facts_table, heads_table, overlap_table
 
     chosen = results[top_k]
     columns = {
@@ -285,7 +285,7 @@ def _load(name: str | None, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def _data(given: Path | None) -> Path:
-    from .texts import data_dir
+    from .profiles.texts import data_dir
 
     folder = given or data_dir()
     if folder is None or not folder.is_dir():

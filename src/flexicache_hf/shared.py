@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
-from .learning import HeadLearner
 from .pages.page_table import PageTable
-from .profile import HeadProfile
+from .profiles.learning import HeadLearner
+from .profiles.profile import HeadProfile
 from .stats import CacheStats
 from .tiers.host_pages import HostBudget, HostMemoryError
 from .tiers.transfer import QueueFactory

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..learning import while_learning
 from ..models.kv_heads import held_heads
 from ..pages.step import Step
-from ..profile import HeadProfile
+from ..profiles.learning import while_learning
+from ..profiles.profile import HeadProfile
 from ..shared import Shared
 from .host_pages import HostPages
 from .stable import StableHeads

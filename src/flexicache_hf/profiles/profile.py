@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .errors import FlexiCacheWarning
-from .models.kv_heads import head_dim, kv_heads
-from .profile_fields import validate
+from ..errors import FlexiCacheWarning
+from ..models.kv_heads import head_dim, kv_heads
+from .fields import validate
 from .stability import WINDOW, Heads, StabilityVote, rank_heads
 
 FILE_NAME = "head_profile.json"
@@ -179,7 +179,7 @@ class HeadProfile:
             FileNotFoundError: no profile there, or not reachable and not in the cache.
             ValueError: the file is not a valid profile.
         """
-        from .profile_hub import find_file
+        from .hub import find_file
 
         path = find_file(source, revision, cache_dir, local_files_only, token)
         try:
@@ -204,7 +204,7 @@ class HeadProfile:
         Raises:
             ValueError: the profile found is invalid or does not fit the model's config.
         """
-        from .profile_hub import look_up
+        from .hub import look_up
 
         return look_up(model, hub=hub)
 
@@ -326,7 +326,7 @@ class HeadProfile:
     ) -> str:
         """Upload the profile with a generated model card (tables and plots); returns the commit's
         address. The repository is made if it does not exist. Needs matplotlib."""
-        from .profile_hub import push
+        from .hub import push
 
         return push(self, repo_id, private, revision, token, commit_message)
 

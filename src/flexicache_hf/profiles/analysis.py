@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .page_records import Record, load_record
 from .profile import HeadProfile, vote_facts
+from .records import Record, load_record
 from .stability import (
     WINDOW,
     SplitHalf,

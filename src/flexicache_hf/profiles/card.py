@@ -89,7 +89,7 @@ def _opening(profile: HeadProfile, repo_id: str) -> str:
         "code is run to load it, and it is checked against the model.\n\n"
         "```python\n"
         "from flexicache_hf import FlexiCacheDynamicCache\n"
-        "from flexicache_hf.profile import HeadProfile\n\n"
+        "from flexicache_hf import HeadProfile\n\n"
         f'profile = HeadProfile.from_pretrained("{repo_id}")\n'
         "cache = FlexiCacheDynamicCache(model, profile)\n"
         "```"

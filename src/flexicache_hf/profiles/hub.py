@@ -100,7 +100,7 @@ def push(
     message: str,
 ) -> str:
     """See `HeadProfile.push_to_hub`."""
-    from .model_card import write_card
+    from .card import write_card
 
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -117,7 +117,7 @@ def _bundled(name: str) -> HeadProfile | None:
     if not name:
         return None
     wanted = f"{name.replace('/', '--')}.json".lower()
-    for entry in files("flexicache_hf").joinpath("profiles").iterdir():
+    for entry in files("flexicache_hf").joinpath("profiles", "bundled").iterdir():
         if entry.name.lower() == wanted:
             with as_file(entry) as path:
                 return HeadProfile.from_pretrained(path)

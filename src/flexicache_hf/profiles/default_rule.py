@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import FlexiCacheWarning
-from .models.kv_heads import kv_heads
+from ..errors import FlexiCacheWarning
+from ..models.kv_heads import kv_heads
 from .profile import HeadProfile
 
 FRACTION = 0.25  # of all KV heads, as in the paper

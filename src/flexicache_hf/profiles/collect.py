@@ -21,10 +21,10 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .models.support import tiered_layers
-from .models.versions import cache_argument
-from .page_records import CollectSettings, Record, load_record, record_path, save_record
+from ..models.support import tiered_layers
+from ..models.versions import cache_argument
 from .profile import model_facts
+from .records import CollectSettings, Record, load_record, record_path, save_record
 from .texts import Text, prompt_ids
 
 # attention implementation -> our name while recording (free of words transformers reacts to)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import FlexiCacheConfig
-from .default_heads import FRACTION
-from .models.kv_heads import kv_heads
-from .pages.ranking import select_pages
-from .pages.step import Step
+from ..config import FlexiCacheConfig
+from ..models.kv_heads import kv_heads
+from ..pages.ranking import select_pages
+from ..pages.step import Step
+from .default_rule import FRACTION
 from .profile import HeadProfile
 from .stability import WINDOW, StabilityVote, window_rco, window_stability
 

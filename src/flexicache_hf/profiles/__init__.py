@@ -1,0 +1,1 @@
+"""Which KV heads are unstable: measured, learned, published or by rule."""
