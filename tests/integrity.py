@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexicache_hf.integration.layer import FlexiCacheLayer
 from flexicache_hf.kernels.reference import NO_PAGE
-from flexicache_hf.layer import FlexiCacheLayer
 from flexicache_hf.pages.digest import page_digests
 from flexicache_hf.pages.page_table import PageTable
 

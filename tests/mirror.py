@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from flexicache_hf import FlexiCacheDynamicCache
-from flexicache_hf.attention import NAMES
-from flexicache_hf.layer import FlexiCacheLayer
+from flexicache_hf.integration.attention import NAMES
+from flexicache_hf.integration.layer import FlexiCacheLayer
 from flexicache_hf.pages.step import Step
 
 

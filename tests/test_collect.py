@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flexicache_hf.attention import use_flexicache
+from flexicache_hf.integration.attention import use_flexicache
 from flexicache_hf.profiles import collect as module
 from flexicache_hf.profiles.collect import (
     PageRecorder,

@@ -11,7 +11,7 @@ from families import build, tiered_heads
 from helpers import cache_argument, decode, flexicache, forward, left_padding, positions, random_ids
 from torch._dynamo.testing import CompileCounter
 
-from flexicache_hf import compiled
+from flexicache_hf.integration import compiled
 
 SMALL = {"token_budget": 32, "page_size": 4, "rerank_interval": 4}
 

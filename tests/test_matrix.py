@@ -16,7 +16,7 @@ from helpers import profile_of
 from mirror import DenseTwin, Mirrored, MirroredCache
 from modes import COVERED, MODES, SPARSE
 
-from flexicache_hf.layer import FlexiCacheLayer
+from flexicache_hf.integration.layer import FlexiCacheLayer
 
 KINDS = {
     "covered": (2, COVERED),

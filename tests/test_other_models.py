@@ -27,7 +27,7 @@ from flexicache_hf import (
     FlexiCacheDynamicCache,
     FlexiCacheWarning,
 )
-from flexicache_hf.layer import FlexiCacheLayer
+from flexicache_hf.integration.layer import FlexiCacheLayer
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "initializer_range": 0.2}
 IMAGE = 96  # token that stands for a part of the image

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from flexicache_hf.attention import NAMES
+from flexicache_hf.integration.attention import NAMES
 
 LAYER = "_attending_layer"
 IMPLEMENTATIONS = {"sdpa": "retention", "eager": "retention_eager"}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from flexicache_hf import FlexiCacheConfig, FlexiCacheDynamicCache
-from flexicache_hf.layer import FlexiCacheLayer
+from flexicache_hf.integration.layer import FlexiCacheLayer
 from flexicache_hf.models.kv_heads import kv_heads
 
 from .base import Method, Session

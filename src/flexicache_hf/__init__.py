@@ -1,6 +1,5 @@
 """FlexiCache (arXiv 2511.00868) as a drop-in key-value cache for Hugging Face transformers."""
 
-from .attention import register, restore_attention
 from .cache import FlexiCacheDynamicCache
 from .config import FlexiCacheConfig
 from .errors import (
@@ -9,6 +8,7 @@ from .errors import (
     InterruptedChange,
     InterruptedForward,
 )
+from .integration.attention import register, restore_attention
 from .memory import MemoryUsage
 from .profiles.profile import HeadProfile
 from .stats import CacheStats

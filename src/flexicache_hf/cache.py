@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from .attention import use_flexicache
 from .config import FlexiCacheConfig
 from .errors import FlexiCacheWarning
-from .layer import FlexiCacheLayer
+from .integration.attention import use_flexicache
+from .integration.cache_state import Shared
+from .integration.layer import FlexiCacheLayer
+from .integration.prompt_guard import guard_prompts
+from .integration.untiered_layers import cropped_layer
 from .memory import MemoryUsage, memory_usage
 from .models.kv_heads import kv_heads, tensor_parallel_rank
 from .models.support import check_supported, cross_layers, tiered_layers
-from .other_layers import cropped_layer
 from .pages.page_table import PageTable
 from .profiles.default_rule import choose_profile
 from .profiles.learning import HeadLearner
 from .profiles.profile import HeadProfile
-from .prompt_guard import guard_prompts
-from .shared import Shared
 from .stats import CacheStats
 from .tiers.host_pages import HostBudget
 from .tiers.transfer import QueueFactory, QueuePerDevice

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .layer import FlexiCacheLayer
+from .integration.layer import FlexiCacheLayer
 from .pages.page_pool import nbytes
 from .pages.page_table import PageTable
 

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..integration.cache_state import Shared
 from ..models.kv_heads import held_heads
 from ..pages.step import Step
 from ..profiles.learning import while_learning
 from ..profiles.profile import HeadProfile
-from ..shared import Shared
 from .host_pages import HostPages
 from .stable import StableHeads
 from .unstable import UnstableHeads

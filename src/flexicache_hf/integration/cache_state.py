@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .config import FlexiCacheConfig
-from .errors import FlexiCacheWarning
-from .pages.page_table import PageTable
-from .profiles.learning import HeadLearner
-from .profiles.profile import HeadProfile
-from .stats import CacheStats
-from .tiers.host_pages import HostBudget, HostMemoryError
-from .tiers.transfer import QueueFactory
+from ..config import FlexiCacheConfig
+from ..errors import FlexiCacheWarning
+from ..pages.page_table import PageTable
+from ..profiles.learning import HeadLearner
+from ..profiles.profile import HeadProfile
+from ..stats import CacheStats
+from ..tiers.host_pages import HostBudget, HostMemoryError
+from ..tiers.transfer import QueueFactory
 
 
 @dataclass

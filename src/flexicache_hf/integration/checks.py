@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .errors import AttentionNotLinked, InterruptedForward
-from .shared import Shared
+from ..errors import AttentionNotLinked, InterruptedForward
+from .cache_state import Shared
 
 if TYPE_CHECKING:
     from .layer import FlexiCacheLayer

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..errors import InterruptedForward
+from ..pages.step import Step
+from ..tiers.attend import BaseAttention, TierAttention, attention_scale
+from .cache_state import Shared
+from .checks import check_mask, check_new, check_training
 from .compiled import number_of
-from .errors import InterruptedForward
-from .layer_checks import check_mask, check_new, check_training
-from .padding import is_causal, read_mask
-from .pages.step import Step
-from .shared import Shared
-from .tiers.attend import BaseAttention, TierAttention, attention_scale
+from .masks import is_causal, read_mask
 
 
 class FlexiCacheLayer(TierAttention, CacheLayerMixin):

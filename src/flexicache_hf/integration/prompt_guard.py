@@ -34,7 +34,7 @@ def guard_prompts(model: Any) -> bool:
 
 
 def _prepare(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    from .cache import FlexiCacheDynamicCache
+    from ..cache import FlexiCacheDynamicCache
 
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, FlexiCacheDynamicCache):

@@ -19,10 +19,10 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
+from ..tiers.attend import BaseAttention
+from .checks import check_unchanged
 from .compiled import attend
 from .layer import FlexiCacheLayer
-from .layer_checks import check_unchanged
-from .tiers.attend import BaseAttention
 
 NAMES = {
     "sdpa": "flexicache",

@@ -1,0 +1,1 @@
+"""Everything transformers calls: the layer, its attention function, masks and prompts."""
