@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flexicache_hf.profile_cli import add_parser, main
+from flexicache_hf.cli.profile import add_parser, main
 from flexicache_hf.profiles.profile import HeadProfile
 from flexicache_hf.profiles.records import load_record
 
@@ -103,7 +103,7 @@ def test_two_processes_share_the_documents(model_dir, prompts, tmp_path):
     launch = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-        "--main_process_port", "0", "-m", "flexicache_hf.profile_cli",
+        "--main_process_port", "0", "-m", "flexicache_hf.cli.profile",
     ]  # fmt: skip
     # --multi_gpu is accelerate's word for several processes on one machine; these have no GPU.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -88,8 +88,7 @@ def _opening(profile: HeadProfile, repo_id: str) -> str:
         f"input of the FlexiCache KV cache ([paper]({PAPER})). `{FILE_NAME}` is plain JSON; no "
         "code is run to load it, and it is checked against the model.\n\n"
         "```python\n"
-        "from flexicache_hf import FlexiCacheDynamicCache\n"
-        "from flexicache_hf import HeadProfile\n\n"
+        "from flexicache_hf import FlexiCacheDynamicCache, HeadProfile\n\n"
         f'profile = HeadProfile.from_pretrained("{repo_id}")\n'
         "cache = FlexiCacheDynamicCache(model, profile)\n"
         "```"

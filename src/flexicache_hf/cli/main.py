@@ -7,9 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from . import generate_cli
+from . import generate
 
-OPTIONAL = ("flexicache_hf.profile_cli", "eval.cli")
+OPTIONAL = ("flexicache_hf.cli.profile", "eval.cli")
 """Modules with more sub-commands; they need packages that generating does not."""
 
 
@@ -18,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flexicache", description="Long-context KV cache for Hugging Face transformers."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    generate_cli.add_parser(commands)
+    generate.add_parser(commands)
     for name in OPTIONAL:
         try:
             module = importlib.import_module(name)

@@ -1,6 +1,6 @@
 """`flexicache profile collect | analyse | show | push | import`.
 
-Several processes: `accelerate launch -m flexicache_hf.profile_cli collect ...` splits the documents
+Several processes: `accelerate launch -m flexicache_hf.cli.profile collect ...` splits the documents
 over them; the records of all processes lie in one folder, and `analyse` reads that.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .profiles.analysis import Analysis
-    from .profiles.collect import Progress
-    from .profiles.texts import Text
+    from ..profiles.analysis import Analysis
+    from ..profiles.collect import Progress
+    from ..profiles.texts import Text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,9 +94,9 @@ def _add_analyse(commands: Any) -> None:
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    from .profiles.collect import collect
-    from .profiles.records import CollectSettings
-    from .profiles.texts import dataset, leval, longbench, own_prompts, select
+    from ..profiles.collect import collect
+    from ..profiles.records import CollectSettings
+    from ..profiles.texts import dataset, leval, longbench, own_prompts, select
 
     share, device = _process(args.device)
     model, tokenizer = _load(args.model, args.dtype, device)
@@ -140,8 +140,8 @@ def run_collect(args: argparse.Namespace) -> int:
 
 
 def run_analyse(args: argparse.Namespace) -> int:
-    from .profiles.analysis import analyse, load_records
-    from .profiles.plots import offset_plot, overlap_plot, stability_map
+    from ..profiles.analysis import analyse, load_records
+    from ..profiles.plots import offset_plot, overlap_plot, stability_map
 
     records = load_records(args.records)
     options = {
@@ -168,8 +168,8 @@ def run_analyse(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    from .profiles.card import facts_table, heads_table
-    from .profiles.profile import HeadProfile
+    from ..profiles.card import facts_table, heads_table
+    from ..profiles.profile import HeadProfile
 
     found = None
     if args.revision is None and not Path(args.source).exists():
@@ -183,7 +183,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_push(args: argparse.Namespace) -> int:
-    from .profiles.profile import HeadProfile
+    from ..profiles.profile import HeadProfile
 
     profile = HeadProfile.from_pretrained(args.source)
     print(profile.push_to_hub(args.repo_id, private=args.private, revision=args.revision))
@@ -193,7 +193,7 @@ def run_push(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
-    from .profiles.published_lists import import_reference_list
+    from ..profiles.published_lists import import_reference_list
 
     config = AutoConfig.from_pretrained(args.config or args.model_id)
     profile = import_reference_list(
@@ -204,7 +204,7 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m flexicache_hf.profile_cli`, which `accelerate launch -m` needs."""
+    """Entry of `python -m flexicache_hf.cli.profile`, which `accelerate launch -m` needs."""
     parser = argparse.ArgumentParser(prog="flexicache profile")
     add_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
     args = parser.parse_args(argv)
@@ -231,7 +231,7 @@ def _figures(result: Analysis) -> dict[str, Any]:
 
 
 def _report(results: dict[int, Analysis], top_k: int) -> str:
-    from .profiles.card import facts_table, heads_table, overlap_table
+    from ..profiles.card import facts_table, heads_table, overlap_table
 
     chosen = results[top_k]
     columns = {
@@ -273,7 +273,7 @@ def _process(device: str | None) -> tuple[tuple[int, int], str]:
 
 def _load(name: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     if name is None:
-        from .models.embedded import load_model
+        from ..models.embedded import load_model
 
         model, tokenizer = load_model(**({} if dtype == "auto" else {"dtype": dtype}))
     else:
@@ -285,7 +285,7 @@ def _load(name: str | None, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def _data(given: Path | None) -> Path:
-    from .profiles.texts import data_dir
+    from ..profiles.texts import data_dir
 
     folder = given or data_dir()
     if folder is None or not folder.is_dir():

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, TextStreamer
 
-from .cache import FlexiCacheDynamicCache
-from .config import FlexiCacheConfig
-from .memory import MemoryUsage
-from .models.embedded import reference_text
-from .models.versions import cache_argument
+from ..cache import FlexiCacheDynamicCache
+from ..config import FlexiCacheConfig
+from ..memory import MemoryUsage
+from ..models.embedded import reference_text
+from ..models.versions import cache_argument
 
 DOCUMENT_TOKENS = 6000
 QUESTION = "Explain in a few sentences what the assert statement does, using the text above."
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.model is None:
-        from .models.embedded import load_model
+        from ..models.embedded import load_model
 
         model, tokenizer = load_model()
     else:
